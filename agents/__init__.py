@@ -1,0 +1,1 @@
+"""Agents: messages in, typed result out. No wiring, no storage; the graphs do that."""

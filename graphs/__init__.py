@@ -1,0 +1,1 @@
+"""LangGraph wiring: states, nodes, edges, checkpointers. What the nodes do is in `sesa.agents` and `sesa`."""

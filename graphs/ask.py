@@ -1,0 +1,69 @@
+"""One question to the trained agent, with or without the skill bank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from sesa.config import RunConfig
+from sesa.graphs.context import Policy, Searcher
+from sesa.graphs.session import Say, open_parts, prepare_model
+from sesa.graphs.solver import SolveTask, solve
+from sesa.graphs.updating import served_version
+from sesa.retrieval.base import Progress
+from sesa.skill_index import Encoder
+from sesa.skills import Bank
+from sesa.store import Store
+from sesa.types import LoadedSkill, Rollout
+
+
+async def ask(
+    config: RunConfig,
+    run_id: str,
+    store: Store,
+    question: str,
+    bank: Literal["on", "off"],
+    *,
+    root: Path,
+    say: Say,
+    progress: Progress,
+) -> tuple[Rollout, Bank | None]:
+    """Answer ``question`` greedily with the run's newest solver; SESA-On reads the run's bank, SESA-Off nothing.
+
+    Returns the rollout (its turns hold searches and passages, its ``skills`` what was loaded) and the bank read.
+    The rollout is not stored. Starts the solver's server unless ``serving.attach`` names one that runs.
+    """
+    version = served_version(store, run_id, "solver")
+    async with open_parts(
+        config,
+        model_dir=prepare_model(config, say),
+        corpus=None,
+        log_dir=root / run_id / "logs" / "ask",
+        policies=("solver",),
+        versions={"solver": version},
+        say=say,
+        progress=progress,
+    ) as parts:
+        client = parts.serving.client("solver")
+        return await answer(config, run_id, store, client, parts.searcher, parts.encoder, question, bank)
+
+
+async def answer(
+    config: RunConfig,
+    run_id: str,
+    store: Store,
+    policy: Policy,
+    searcher: Searcher,
+    encoder: Encoder,
+    question: str,
+    bank: Literal["on", "off"],
+) -> tuple[Rollout, Bank | None]:
+    """The same over parts that are open already."""
+    view = Bank.from_store(store, run_id) if bank == "on" else None
+    considered: Sequence[LoadedSkill] = ()
+    if view is not None:
+        considered = view.retrieve(question, encoder, config.bank.top_k, config.bank.min_similarity)
+    task = SolveTask(id="ask", question_id="ask", question=question, bank=view, considered=tuple(considered))
+    greedy = config.solver.sampling.model_copy(update={"temperature": 0.0})
+    return await solve(config, policy, searcher, task, sampling=greedy, seed=config.run.seed), view

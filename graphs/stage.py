@@ -1,0 +1,35 @@
+"""What the nodes of the step graph share: their state, what has been done already, and fanning out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from langgraph.types import Command, Send
+
+from sesa.graphs.context import RunContext
+
+
+class StepState(TypedDict):
+    """State holds the number of the step; texts, tokens and numbers live in the store."""
+
+    step: int
+
+
+def committed(ctx: RunContext, step: int, node: str) -> bool:
+    """Whether a node has committed: after a kill between its commit and the checkpoint it runs once more."""
+    return node in ctx.store.nodes(ctx.run_id, step)
+
+
+def stored(ctx: RunContext, rollout_id: str) -> bool:
+    """Whether a rollout has been paid for already."""
+    return bool(ctx.store.rollouts(ctx.run_id, ids=[rollout_id], turns=False))
+
+
+def fan_out(ctx: RunContext, node: str, jobs: Sequence[Mapping[str, Any]], total: int, join: str) -> Command[Any]:
+    """Send the jobs that are still owed to ``node``, or go straight on to ``join`` where none is.
+
+    How many run at once is bounded by the graph's ``max_concurrency``.
+    """
+    ctx.stage.start(node, total, done=total - len(jobs))
+    return Command(goto=[Send(node, job) for job in jobs] if jobs else join)
