@@ -21,28 +21,37 @@ CUT_OFF = "The reply was cut off by the token limit"
 
 
 def parse_action(text: str, finish_reason: str, final: Literal["answer", "question"]) -> Action:
-    """The first complete action in ``text``; Invalid, with a reason fit to be shown, where there is none.
+    """The first action in ``text``; Invalid, with a reason fit to be shown, where there is none.
 
-    An action lies between the first closing tag and the opening tag right before it, so that the same action is read
-    whether or not a server went on after a STOP string. ``final`` is the action that ends this role's rollout; the
-    other role's is not accepted. Takes time linear in the text.
+    ``final`` is the action that ends this role's rollout; the other role's is not accepted. A turn that ended of its
+    own accord may leave its last tag open (small models do): the action then ends with its line. One that was cut off
+    by the token limit may not.
     """
     opened: re.Match[str] | None = None
-    for found in _TAG.finditer(text):
-        if not found.group(1):
-            opened = found
-        elif opened is None:
-            return Invalid(reason=f"</{found.group(2)}> closed nothing")
-        elif opened.group(2) != found.group(2):
-            return Invalid(reason=f"<{opened.group(2)}> was not closed")
-        else:
-            return _action(opened.group(2), " ".join(text[opened.end() : found.start()].split()), final)
+    openings = 0
+    for tag in _TAG.finditer(text):
+        if tag[1]:  # the reply ends here, whatever stands behind it
+            return _closed(text, opened, tag, final)
+        opened, openings = tag, openings + 1
     if finish_reason == "length":
         return Invalid(reason=CUT_OFF)
-    return Invalid(reason=f"<{opened.group(2)}> was not closed" if opened else "No action was found")
+    if opened is None:
+        return Invalid(reason="No action was found")
+    if openings > 1:
+        return Invalid(reason=f"<{opened[2]}> was not closed")
+    return _action(opened[2], text[opened.end() :].lstrip().partition("\n")[0], final)
 
 
-def _action(tag: str, content: str, final: Literal["answer", "question"]) -> Action:
+def _closed(text: str, opened: re.Match[str] | None, closing: re.Match[str], final: str) -> Action:
+    if opened is None:
+        return Invalid(reason=f"</{closing[2]}> closed nothing")
+    if opened[2] != closing[2]:
+        return Invalid(reason=f"<{opened[2]}> was not closed")
+    return _action(opened[2], text[opened.end() : closing.start()], final)
+
+
+def _action(tag: str, content: str, final: str) -> Action:
+    content = " ".join(content.split())
     if tag not in ("search", final):
         return Invalid(reason=f"<{tag}> is not an action here")
     if not content:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sesa import prompts
 from sesa.agents.conversation import Conversation
+from sesa.agents.search_agent import passage_line
 from sesa.candidates import CANDIDATE_SCHEMA, parse_candidates
 from sesa.config import SamplingSection
 from sesa.errors import BadReplyError
@@ -68,9 +69,5 @@ def case_text(failure: Failure, rollout: Rollout, passage_words: int) -> str:
     for turn in rollout.turns:
         if isinstance(turn.action, Search):
             lines.append(f"Search: {turn.action.query}")
-            lines += [f"  [{h.rank}] {h.passage.title}. {_cut(h.passage.text, passage_words)}" for h in turn.hits]
+            lines += [f"  [{h.rank}] {passage_line(h.passage.title, h.passage.text, passage_words)}" for h in turn.hits]
     return "\n".join(lines)
-
-
-def _cut(text: str, words: int) -> str:
-    return " ".join(text.split()[:words])

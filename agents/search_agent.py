@@ -62,6 +62,6 @@ def passage_block(hits: Sequence[Hit], words: int) -> str:
 
 
 def passage_line(title: str, text: str, words: int) -> str:
-    """A passage on one line: title, then its first ``words`` words."""
-    body = " ".join(text.split()[:words])
-    return f"{title}. {body}" if title else body
+    """A passage on one line, so that it cannot pass for two: title, then its first ``words`` words."""
+    head, body = " ".join(title.split()), " ".join(text.split()[:words])
+    return f"{head}. {body}" if head else body

@@ -34,14 +34,15 @@ async def ask(
     Returns the rollout (its turns hold searches and passages, its ``skills`` what was loaded) and the bank read.
     The rollout is not stored. Starts the solver's server unless ``serving.attach`` names one that runs.
     """
-    version = served_version(store, run_id, "solver")
+    # A server that runs already is asked as it is: it may belong to a run that is training.
+    versions = {} if "solver" in config.serving.attach else {"solver": served_version(store, run_id, "solver")}
     async with open_parts(
         config,
         model_dir=prepare_model(config, say),
         corpus=None,
         log_dir=root / run_id / "logs" / "ask",
         policies=("solver",),
-        versions={"solver": version},
+        versions=versions,
         say=say,
         progress=progress,
     ) as parts:

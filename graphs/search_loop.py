@@ -9,12 +9,13 @@ Errors of a server end this rollout and are recorded on it; they never reach its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
+from langgraph.types import Command
 
 from sesa.agents.actions import CUT_OFF
 from sesa.agents.conversation import Conversation
@@ -22,7 +23,7 @@ from sesa.agents.search_agent import SearchAgent
 from sesa.config import SamplingSection
 from sesa.errors import BadReplyError, ContextOverflowError, ServerError
 from sesa.graphs.context import Policy, Searcher
-from sesa.types import Answer, Ask, Invalid, Rollout, Search, StopReason, Turn
+from sesa.types import Answer, Ask, Hit, Invalid, Rollout, Search, StopReason, Turn
 
 
 @dataclass(frozen=True)
@@ -39,53 +40,67 @@ class RolloutContext:
     seed: int
 
 
-class LoopState(TypedDict, total=False):
+@dataclass(frozen=True)
+class Progress:
+    """How far a rollout is. ``stop`` is None while it goes on."""
+
     conversation: Conversation
-    turns: tuple[Turn, ...]
-    stop: StopReason | None
-    error: str | None
+    turns: tuple[Turn, ...] = ()
+    stop: StopReason | None = None
+    error: str | None = None
 
 
-async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> LoopState:
+class LoopState(TypedDict):
+    """One channel, written whole: with a channel per field LangGraph takes half as long again for a rollout."""
+
+    progress: Progress
+
+
+async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["search", "correct", "__end__"]]:
     """One assistant turn."""
-    ctx = runtime.context
-    turns = state.get("turns", ())
-    conversation = state.get("conversation") or ctx.agent.open(ctx.policy.template)
+    ctx, so_far = runtime.context, state["progress"]
     try:
-        call, action = await ctx.agent.act(ctx.policy, conversation, ctx.sampling, ctx.seed + len(turns))
+        call, action = await ctx.agent.act(ctx.policy, so_far.conversation, ctx.sampling, ctx.seed + len(so_far.turns))
     except ContextOverflowError as error:
-        return {"stop": StopReason.MAX_TOKENS, "error": str(error)}
+        return _ended(so_far, StopReason.MAX_TOKENS, error)
     except (ServerError, BadReplyError) as error:
-        return {"stop": StopReason.BACKEND_ERROR, "error": str(error)}
-    turns = (*turns, Turn(call=call, action=action))
-    return {"conversation": conversation, "turns": turns, "stop": _stop(turns, ctx.max_turns)}
+        return _ended(so_far, StopReason.BACKEND_ERROR, error)
+    turns = (*so_far.turns, Turn(call=call, action=action))
+    stop = _stop(turns, ctx.max_turns)
+    then = END if stop else "search" if isinstance(action, Search) else "correct"
+    return Command(goto=then, update={"progress": replace(so_far, turns=turns, stop=stop)})
 
 
-async def search(state: LoopState, runtime: Runtime[RolloutContext]) -> LoopState:
+async def search(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["act", "__end__"]]:
     """Answer a search with passages."""
-    ctx, turn = runtime.context, state["turns"][-1]
+    ctx, so_far = runtime.context, state["progress"]
+    turn = so_far.turns[-1]
     assert isinstance(turn.action, Search)
     try:
         hits = await ctx.searcher.search(turn.action.query, ctx.top_k)
     except (ServerError, BadReplyError) as error:
-        return {"stop": StopReason.BACKEND_ERROR, "error": str(error)}
-    return _observed(state, turn.model_copy(update={"hits": tuple(hits)}), ctx.agent.observe(hits))
+        return _ended(so_far, StopReason.BACKEND_ERROR, error)
+    return _observed(so_far, ctx.agent.observe(hits), tuple(hits))
 
 
-async def correct(state: LoopState, runtime: Runtime[RolloutContext]) -> LoopState:
+async def correct(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["act"]]:
     """Answer a malformed turn with a short correction."""
-    turn = state["turns"][-1]
-    assert isinstance(turn.action, Invalid)
-    return _observed(state, turn, runtime.context.agent.correct(turn.action.reason))
+    so_far = state["progress"]
+    action = so_far.turns[-1].action
+    assert isinstance(action, Invalid)
+    return _observed(so_far, runtime.context.agent.correct(action.reason))
 
 
-def _observed(state: LoopState, turn: Turn, observation: str) -> LoopState:
-    conversation = state["conversation"].after(turn.call, observation)
+def _ended(so_far: Progress, stop: StopReason, error: Exception) -> Command[Any]:
+    return Command(goto=END, update={"progress": replace(so_far, stop=stop, error=str(error))})
+
+
+def _observed(so_far: Progress, observation: str, hits: tuple[Hit, ...] = ()) -> Command[Any]:
+    turn = so_far.turns[-1]
+    conversation = so_far.conversation.after(turn.call, observation)
     shown = conversation.messages[-1].content  # as the policy sees it, special tokens broken up
-    return {
-        "conversation": conversation,
-        "turns": (*state["turns"][:-1], turn.model_copy(update={"observation": shown})),
-    }
+    turns = (*so_far.turns[:-1], turn.model_copy(update={"hits": hits, "observation": shown}))
+    return Command(goto="act", update={"progress": replace(so_far, conversation=conversation, turns=turns)})
 
 
 def _stop(turns: tuple[Turn, ...], max_turns: int) -> StopReason | None:
@@ -103,16 +118,6 @@ def _stop(turns: tuple[Turn, ...], max_turns: int) -> StopReason | None:
     return None
 
 
-def _next(state: LoopState) -> Literal["search", "correct", "__end__"]:
-    if state["stop"] is not None:
-        return "__end__"
-    return "search" if isinstance(state["turns"][-1].action, Search) else "correct"
-
-
-def _after_tool(state: LoopState) -> Literal["act", "__end__"]:
-    return "__end__" if state["stop"] is not None else "act"
-
-
 def build(name: str) -> CompiledStateGraph[Any, Any, Any, Any]:
     """The compiled loop. No checkpointer, not even that of a graph around it: a rollout cut off is run again whole."""
     graph = StateGraph(LoopState, context_schema=RolloutContext)
@@ -120,16 +125,12 @@ def build(name: str) -> CompiledStateGraph[Any, Any, Any, Any]:
     graph.add_node("search", search)
     graph.add_node("correct", correct)
     graph.add_edge(START, "act")
-    graph.add_conditional_edges("act", _next, ["search", "correct", END])
-    graph.add_conditional_edges("search", _after_tool, ["act", END])
-    graph.add_edge("correct", "act")
     return graph.compile(name=name, checkpointer=False)
 
 
 async def run_loop(graph: CompiledStateGraph[Any, Any, Any, Any], context: RolloutContext) -> Rollout:
     """Run one rollout to its end and return its record."""
     limit = 2 * context.max_turns + 2  # supersteps: a turn and its observation, start and end
-    state = await graph.ainvoke({}, {"recursion_limit": limit}, context=context)
-    return context.base.model_copy(
-        update={"turns": state.get("turns", ()), "stop_reason": state["stop"], "error": state.get("error")}
-    )
+    start: LoopState = {"progress": Progress(context.agent.open(context.policy.template))}
+    ended: Progress = (await graph.ainvoke(start, {"recursion_limit": limit}, context=context))["progress"]
+    return context.base.model_copy(update={"turns": ended.turns, "stop_reason": ended.stop, "error": ended.error})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sesa.cli_options import Json, Limit, Offset, Root, Run, StoreUrl, open_store
-from sesa.cli_output import cell, choice, one_line, print_json, print_table
+from sesa.cli_output import cell, choice, one_line, print_json, print_table, short
 
 if TYPE_CHECKING:
     from sesa.store import RunRow, Store
@@ -53,7 +53,8 @@ def runs_show(
         return
     print(f"run {row.id}  {_status(row)}  created {_when(row.created)}  last sign of life {_when(row.updated)}")
     for name, value in row.facts.items():
-        print(f"  {name}: {one_line(cell(value), 200)}")
+        shown = _pairs(value) if isinstance(value, dict) else cell(value)
+        print(f"  {name}: {short(shown, 200)}")
     for step, content in report["steps"].items():
         print(f"\nstep {step}")
         for node, counts in content["nodes"].items():
@@ -157,7 +158,7 @@ def rollouts_list(
                 row.turns,
                 row.searches,
                 row.sampled_tokens,
-                one_line(cell(row.answer if row.error is None else f"({row.error})"), 60),
+                short(cell(row.answer if row.error is None else f"({row.error})"), 60),
             )
             for row in rows
         ),
@@ -224,8 +225,8 @@ def skills_list(
                 s.counters.helpful,
                 s.counters.hurt,
                 s.created_step,
-                one_line(s.trigger, 60),
-                one_line(s.description, 80),
+                short(s.trigger, 60),
+                short(s.description, 80),
             )
             for s in found
         ),

@@ -64,6 +64,11 @@ def one_line(text: str, most: int | None = None) -> str:
     return flat if most is None or len(flat) <= most else flat[: most - 1] + "…"
 
 
+def short(text: str, most: int) -> str:
+    """Text on one line, cut beyond ``most`` characters on a terminal; whole where a program reads it."""
+    return one_line(text, most if sys.stdout.isatty() else None)
+
+
 def indented(text: str, by: int) -> str:
     """Every line of a text, indented."""
     return "\n".join(" " * by + line for line in visible(text).splitlines() or [""])

@@ -87,6 +87,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     run: Run = "latest",
     bank: Annotated[str, typer.Option("--bank", help="on: read the run's skills (SESA-On); off: do not.")] = "on",
+    attach: Annotated[str, typer.Option("--attach", help="URL printed by `sesa serve`; empty: start a server.")] = "",
     root: Root = "runs",
     store: StoreUrl = "",
     json: Json = False,
@@ -103,8 +104,12 @@ def ask(
 
     with open_store(root, store) as opened, shown() as progress:
         row = opened.run(run)
+        config = config_of(row)
+        if attach:
+            serving = config.serving.model_copy(update={"attach": {"solver": attach}})
+            config = config.model_copy(update={"serving": serving})
         work = answer(
-            config_of(row),
+            config,
             row.id,
             opened,
             question,
@@ -210,20 +215,10 @@ async def _serve(
 
 
 def config_of(row: RunRow) -> RunConfig:
-    """The configuration that a run was started with. Raises ConfigError where this version cannot read it."""
-    from pydantic import ValidationError
+    """The configuration that a run was started with."""
+    from sesa.config import stored_config
 
-    from sesa.config import RunConfig
-    from sesa.errors import ConfigError
-
-    try:
-        return RunConfig.model_validate(row.config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "configuration"
-        raise ConfigError(
-            f"run {row.id}: {key}: {first['msg']}; the run was started by another version of SESA: use that one"
-        ) from None
+    return stored_config(row.config, row.id)
 
 
 # ------------------------------------------------------------------------------------------------------------- doctor

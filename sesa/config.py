@@ -7,7 +7,9 @@ Environment variables never change it; they hold secrets only, and a section nam
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,8 @@ from sesa.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: ``true`` is no number and "5" no count; a value of another type is a slip, not a way to write it.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -46,7 +49,7 @@ class ServingSection(Section):
     kv_cache_gib: float = Field(1.0, gt=0, description="key-value cache per server on a CPU, in GiB")
     device: Literal["cpu", "gpu"] = Field("cpu", description="kind of machine the servers run on")
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1, description="share of the GPU one server takes")
-    extra_args: tuple[str, ...] = Field((), description="further arguments for vLLM, as they are")
+    extra_args: tuple[str, ...] = Field((), strict=False, description="further arguments for vLLM, as they are")
 
 
 class CorpusSection(Section):
@@ -66,8 +69,8 @@ class RetrievalSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="share of the probability sampled from; 1 where it is trained on")
     max_tokens: int = Field(512, ge=1, description="longest reply of one turn, in tokens")
 
 
@@ -79,7 +82,7 @@ class ProposerSection(Section):
     sampling: SamplingSection = SamplingSection()
     opening_search: bool = Field(
         False,
-        description="the first query is the seed answer itself, issued by the environment: for models that cannot start",
+        description="the first query is the seed answer, issued by the environment: for models that cannot start",
     )
 
 
@@ -93,8 +96,8 @@ class SolverSection(Section):
 
 
 class ValiditySection(Section):
-    min_chars: int = Field(10, ge=0)
-    max_chars: int = Field(1000, ge=1)
+    min_chars: int = Field(10, ge=0, description="fewest characters of a question")
+    max_chars: int = Field(1000, ge=1, description="most characters of a question")
     min_words: int = Field(11, ge=0, description="fewest words of a question")
     min_searches: int = Field(1, ge=0, description="fewest searches of a proposal")
     target_in_query: bool = Field(True, description="whether a query may contain the target answer")
@@ -143,17 +146,17 @@ class JudgeSection(Section):
 
 class TrainingSection(Section):
     enabled: bool = Field(True, description="update the policies; off: rollouts and skills only")
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, description="of AdamW, after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises linearly")
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="norm to which a larger gradient is clipped")
     epsilon: float = Field(0.2, gt=0, description="lower clip range of the ratio")
     epsilon_high: float = Field(0.285, gt=0, description="upper clip range of the ratio")
     beta: float = Field(0.0, ge=0, description="weight of the KL to the first weights; 0: no reference model")
     loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] = Field("dapo", description="loss reduction, named as in TRL")
     scale_rewards: Literal["group", "batch", "none"] = Field("group", description="how advantages are scaled")
     micro_batch: int = Field(4, ge=1, description="sequences per forward pass")
-    gradient_checkpointing: bool = Field(False)
+    gradient_checkpointing: bool = Field(False, description="compute activations twice to save memory")
     keep_versions: int = Field(3, ge=1, description="newest versions kept on disk, per policy")
 
 
@@ -193,21 +196,35 @@ def load_config(path: str | Path | None = None, overrides: dict[str, str] | None
     ``overrides`` maps dotted keys to the text given on the command line ("solver.rollouts" -> "5").
     Raises ConfigError naming the key, where it was set, and the nearest known name or the values allowed.
     """
-    data: dict[str, Any] = _read_toml(Path(path), ()) if path else {}
-    origin = str(path) if path else "defaults"
-    _refuse_unknown(data, RunConfig, "", origin)
+    layers = _read_toml(Path(path), ()) if path else []
     for key, text in (overrides or {}).items():
-        nested = _nest(key.split("."), _literal(text))
-        _refuse_unknown(nested, RunConfig, "", "command line")
-        data = _merge(data, nested)
+        layers.append(("command line", _nest(key, key.split("."), text)))
+    data: dict[str, Any] = {}
+    for origin, layer in layers:
+        _refuse_unknown(layer, RunConfig, "", origin)
+        data = _merge(data, layer)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "configuration"
-        where = "command line" if key in (overrides or {}) else origin
-        given = "" if not first["loc"] else f", got {first['input']!r}"
-        raise ConfigError(f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}{given}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{_origin(layers, [key])}: {key}: {message}, got {first['input']!r}") from None
+        # Keys that do not fit together: what was set last is the likelier slip.
+        raise ConfigError(f"{_origin(layers, re.findall(r'[a-z_]+(?:[.][a-z_]+)+', message))}: {message}") from None
+
+
+def stored_config(values: Mapping[str, Any], run_id: str) -> RunConfig:
+    """The configuration stored with a run. Raises ConfigError where it does not fit this version of the program."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "configuration"
+        raise ConfigError(
+            f"run {run_id}: {key}: {first['msg']}; the run was started by another version of SESA: use that one"
+        ) from None
 
 
 def config_keys() -> list[tuple[str, str, Any]]:
@@ -225,24 +242,39 @@ def _leaves(model: type[BaseModel], prefix: str, values: BaseModel | None = None
             yield f"{prefix}{name}", field.description or "", value
 
 
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """The file and those it extends as (file, what it sets), the one that has the last word at the end."""
     path = path.expanduser().resolve()
     if path in seen:
-        raise ConfigError(f"{path}: extends itself, through {' -> '.join(p.name for p in seen)}")
+        raise ConfigError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, path))}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file; those shipped are in configs/") from None
+        asked = f" (asked for by {seen[-1]})" if seen else "; those shipped are in configs/"
+        raise ConfigError(f"{path}: no such configuration file{asked}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     parent = data.pop("extends", None)
     if parent is None:
-        return data
+        return [(str(path), data)]
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: extends: must be the name of one file, got {parent!r}")
-    return _merge(_read_toml(path.parent / parent, (*seen, path)), data)
+    return [*_read_toml(path.parent / parent, (*seen, path)), (str(path), data)]
+
+
+def _origin(layers: Sequence[tuple[str, dict[str, Any]]], keys: Sequence[str]) -> str:
+    """Where the last of ``keys`` (or the nearest section above it) was set."""
+    for origin, layer in reversed(layers):
+        for key in keys:
+            found: Any = layer
+            parts = key.split(".")
+            while parts and isinstance(found, dict) and parts[0] in found:
+                found = found[parts.pop(0)]
+            if not parts or not isinstance(found, dict):
+                return origin
+    return "defaults"
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -253,16 +285,21 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _nest(parts: list[str], value: Any) -> dict[str, Any]:
-    return {parts[0]: _nest(parts[1:], value) if len(parts) > 1 else value}
+def _nest(key: str, parts: list[str], text: str) -> dict[str, Any]:
+    return {parts[0]: _nest(key, parts[1:], text) if len(parts) > 1 else _literal(key, text)}
 
 
-def _literal(text: str) -> Any:
-    """A command-line value: TOML where it parses (5, true, ["a"]), else the text itself."""
+def _literal(key: str, text: str) -> Any:
+    """A command-line value: TOML where it parses (5, true, ["a"]), else the text itself.
+
+    Where the key takes a text, what parses as something else is a text too: ``--run.root 2026`` names a folder.
+    """
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+    default = next((default for name, _, default in config_keys() if name == key), None)
+    return text if isinstance(default, str) and not isinstance(value, str) else value
 
 
 def _refuse_unknown(data: dict[str, Any], model: type[BaseModel], prefix: str, where: str) -> None:
@@ -294,3 +331,29 @@ def _suggest(key: str) -> str:
         sections = sorted({name.split(".", 1)[0] for name in known})
         near = difflib.get_close_matches(key.split(".", 1)[0], sections, n=1)
     return f"; did you mean {near[0]}?" if near else "; see `python training/run.py --help` for the known keys"
+
+
+def markdown_table() -> str:
+    """Every key with its default, as docs/configuration.md shows them: ``python -m sesa.config`` prints it."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key, text, default in config_keys():
+        shown = toml_value(default).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{shown}` | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def toml_value(value: Any) -> str:
+    """A configuration value as it is written in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return str(value)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

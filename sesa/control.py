@@ -51,7 +51,7 @@ class ServerControl:
         weights with cache entries of the old, and must not answer.
         """
         await self._send("POST", "/pause?mode=wait", timeout_s=drain_s)
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
+        body = {"method": "reload_every_weight", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
         await self._send("POST", "/collective_rpc", json=body, timeout_s=LOAD_TIMEOUT_S + QUICK_TIMEOUT_S)
         await self._reset_prefix_cache()
         await self.label(version)

@@ -69,9 +69,10 @@ def load_corpus(section: CorpusSection, progress: Progress | None = None) -> Cor
     path = embedded_dump() if section.path == "embedded" else Path(section.path).expanduser()
     with open_source(path) as file:
         try:
-            head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+            head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
         except (OSError, EOFError) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from None
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path}: cut off or damaged, nothing of it can be read ({reason}); get it again") from None
     if head.startswith(b"<"):
         return Corpus.of(_parsed_dump(path, section, progress), section.path)
     if not head.startswith(b"{"):

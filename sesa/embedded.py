@@ -79,7 +79,7 @@ def embedded_model(cache: Path | None = None, progress: Progress | None = None) 
     try:
         with disk_errors(models):
             models.mkdir(parents=True, exist_ok=True)
-    except PermissionError as error:
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise ConfigError(f"{models}: cannot be written ({error.strerror}); set corpus.cache") from None
     try:
         with FileLock(models / f".{folder.name}.lock", timeout=CONVERSION_LIMIT_S):

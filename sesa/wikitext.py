@@ -32,7 +32,8 @@ _DISAMBIGUATION = re.compile(
 )
 _EMPTY_BRACKETS = re.compile(r"\s*[(\[][\s,;:–—-]*[)\]]")
 _LOOSE_BRACKET = re.compile(r"([(\[])[\s,;:]+")
-_SPACE_BEFORE = re.compile(r"[ \t\xa0]+([,.;:!?)\]])")
+_LOOSE_END = re.compile(r"[\s,;:]+([)\]])")
+_SPACE_BEFORE = re.compile(r"[ \t\xa0]+([,.;:!?])")
 _SPACES = re.compile(r"[ \t\xa0\u2009\u202f]+")
 # A line that still holds this has mark-up that its author broke; what is prose in it cannot be told.
 _BROKEN = re.compile(r"\{\{|\}\}|\[\[|\]\]|\'\'\'|</?ref|\bthumb\||^\||!!|\{\||\|\}")
@@ -198,6 +199,6 @@ _TEMPLATES: dict[str, Callable[[list[str]], str]] = {
 def _tidy(text: str, min_words: int = _MIN_LINE_WORDS) -> str:
     """Repair what removed mark-up leaves behind (empty brackets, lonely commas) and drop lines that state nothing."""
     text = _EMPTY_BRACKETS.sub("", _MAGIC_WORD.sub("", unescape(text)))
-    text = _LOOSE_BRACKET.sub(r"\1", text)
+    text = _LOOSE_END.sub(r"\1", _LOOSE_BRACKET.sub(r"\1", text))
     lines = (_SPACE_BEFORE.sub(r"\1", _SPACES.sub(" ", line)).strip(" *#:;,") for line in text.splitlines())
     return "\n".join(line for line in lines if line and len(line.split()) >= min_words and not _BROKEN.search(line))

@@ -140,7 +140,7 @@ failures = st.builds(
 )
 _examples = count()  # each hypothesis example writes to a run of its own
 some = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
@@ -237,7 +237,9 @@ def _open_once(location: str, barrier: Any, results: Any) -> None:
 
 def _together(target: Any, arguments: list[tuple[Any, ...]]) -> list[Any]:
     """Run ``target(*arguments[i], barrier, results)`` in a process each, and return what they put."""
-    context = multiprocessing.get_context("spawn")
+    # Not "fork": SQLite forbids it while connections are open. The server imports once what every child needs.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sesa.store", "hypothesis", "pytest"])
     barrier, results = context.Barrier(len(arguments)), context.Queue()
     children = [context.Process(target=target, args=(*args, barrier, results)) for args in arguments]
     for child in children:
@@ -292,6 +294,13 @@ class StoreSuite:
         store.create_run(run, {}, {})
         assert store.save_failures(run, batch, 100) == 0
         assert store.failures(run) == batch
+
+    def test_any_character_is_kept(self, store: Store) -> None:
+        odd = "\x00 \x1a \x1a0 \x1a1 \x00\x1a \ufffe \U0001f600 'quoted' \\ %s :name"
+        turn = a_rollout(1).turns[0].model_copy(update={"observation": odd, "action": Search(query=odd)})
+        rollout = a_rollout(1, id=odd, question_id=odd, error=odd, turns=(turn,))
+        store.save_rollouts("r", [rollout])
+        assert store.rollouts("r", question_id=odd) == store.rollouts("r", ids=[odd]) == [rollout]
 
     def test_prompts_are_stored_as_what_they_add(self, store: Store) -> None:
         rollout = a_rollout(1)
@@ -568,20 +577,22 @@ class StoreSuite:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(type(r).__name__ for r in results) == ["int", "str", "str", "str"]
+        assert [r for r in results if isinstance(r, int)] == [1]
+        assert sum("at version 1, not 0" in r for r in results if isinstance(r, str)) == 3, results
         assert store.bank_version("r") == 1 and len(store.bank_events("r")) == 1
 
     def test_one_of_several_processes_commits(self, store: Store, location: str) -> None:
         results = _together(_commit_once, [(location, step) for step in range(3)])
-        assert sorted(type(r).__name__ for r in results) == ["int", "str", "str"]
+        assert [r for r in results if isinstance(r, int)] == [1]
+        assert sum("at version 1, not 0" in r for r in results if isinstance(r, str)) == 2, results
         assert store.bank_version("r") == 1 and len(store.bank_events("r")) == 1
 
     # ------------------------------------------------------------------------------------------- schema, durability
 
     def test_processes_may_open_a_new_store_together(self, location: str) -> None:
-        assert _together(_open_once, [(location,)] * 4) == ["done"] * 4
+        assert _together(_open_once, [(location,)] * 3) == ["done"] * 3
         with Store.open(location) as store:
-            assert len(store.runs()) == 4
+            assert len(store.runs()) == 3
 
     def test_migrations_lead_to_the_schema(self, store: Store) -> None:
         with store._read() as connection:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_policy import call, rollout
 
 from sesa.errors import DataError
-from sesa.training.advantages import Drop, group_advantages, select, unusable
+from sesa.training.advantages import Drop, Scale, group_advantages, select, unusable
 from sesa.types import Rollout, StopReason
 
 returns = st.lists(st.floats(-2, 2), min_size=2, max_size=6)
@@ -41,8 +41,8 @@ def test_same_as_the_trainer_library() -> None:
 
 
 @given(st.lists(returns, min_size=1, max_size=4), st.sampled_from(["group", "batch", "none"]))
-def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[float]], scale: str) -> None:
-    for group, advantages in zip(groups, group_advantages(groups, scale), strict=True):  # type: ignore[arg-type]
+def test_advantages_of_a_group_sum_to_zero_and_keep_the_order(groups: list[list[float]], scale: Scale) -> None:
+    for group, advantages in zip(groups, group_advantages(groups, scale), strict=True):
         assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
         ranked = sorted(zip(group, advantages, strict=True))
         assert [a for _, a in ranked] == sorted(advantages)
@@ -58,9 +58,10 @@ def test_group_scaling_ignores_shift_and_scale(group: list[float], shift: float,
 
 @given(st.lists(returns, min_size=2, max_size=4))
 def test_groups_do_not_influence_each_other_unless_scaled_by_batch(groups: list[list[float]]) -> None:
-    for scale in ("group", "none"):
-        together = group_advantages(groups, scale)  # type: ignore[arg-type]
-        assert together == [group_advantages([group], scale)[0] for group in groups]  # type: ignore[arg-type]
+    scales: tuple[Scale, ...] = ("group", "none")
+    for scale in scales:
+        together = group_advantages(groups, scale)
+        assert together == [group_advantages([group], scale)[0] for group in groups]
 
 
 def test_a_single_return_is_refused() -> None:
@@ -118,9 +119,7 @@ def test_a_turn_issued_by_the_environment_has_no_version_to_mix() -> None:
 def test_batch_deviation_includes_groups_without_variance() -> None:
     groups = [[good("a", 1), good("b", 0)], [good("c", 5), good("d", 5)]]
     selection = select(groups, 0, "batch")
-    assert {r.id: a for r, a in selection.kept}["a"] == pytest.approx(
-        0.5 / (statistics.stdev([1, 0, 5, 5]) + 1e-4)
-    )
+    assert {r.id: a for r, a in selection.kept}["a"] == pytest.approx(0.5 / (statistics.stdev([1, 0, 5, 5]) + 1e-4))
 
 
 def test_one_rollout_in_two_groups_is_refused() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded_corpus import embedded_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,10 +170,12 @@ def test_mark_up_is_removed_and_prose_kept() -> None:
     wiki = (
         "{{Infobox person|name=Ada}}[[File:Ada.jpg|thumb|A [[portrait]] of Ada]]\n"
         "'''Ada Lovelace''' (''née'' [[George Gordon Byron|Byron]]; {{IPA|x}}) lived {{convert|5|km|mi}} from "
-        "[[London]]<ref name=a>Cited [[here]]</ref>, where&nbsp;she wrote.<!-- hidden --> See [http://x.org the site].\n"
+        "[[London]]<ref name=a>Cited [[here]]</ref>, where&nbsp;she wrote."
+        "<!-- hidden --> See [http://x.org the site].\n"
         "{| class=wikitable\n! Head\n|-\n| cell of a table\n|}\n"
         "* A list item that states something about her work.\n* [[Bare]]\n"
-        "== See also ==\n* A list of links that must not be read as prose at all.\n=== Deeper ===\nStill a list of links.\n"
+        "== See also ==\n* A list of links that must not be read as prose at all.\n"
+        "=== Deeper ===\nStill in that list of links and so not prose.\n"
         "== Death ==\nShe died in 1852 of cancer, as her father. [[Category:Women]][[de:Ada Lovelace]]\n"
     )
     lead, death = sections(wiki)
@@ -222,17 +225,23 @@ def test_only_articles_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_truncated_dump_says_how_much_was_read(tmp_path: Path, packed: bool) -> None:
-    whole = dump(*(page(f"Article {i}", f"{PROSE} {i * 7919}", number=i + 1) for i in range(400)))
+    whole = dump(*(page(f"Article {i}", f"{PROSE} {i * 7919}", number=i + 1) for i in range(2000)))
     path = tmp_path / "dump.xml.bz2"
-    path.write_bytes(bz2.compress(whole)[:-200] if packed else whole[: len(whole) // 2])
+    path.write_bytes(bz2.compress(whole, 1)[:-2000] if packed else whole[: len(whole) // 2])
     section = CorpusSection(path=str(path), cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"cut off or damaged after \d+ articles") as caught:
         load_corpus(section)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*.jsonl")), "nothing half-written"
-    if not packed:
-        kept = load_corpus(section.model_copy(update={"skip_bad": True}))
-        assert len({p.title for p in kept.passages}) > 150
+    kept = load_corpus(section.model_copy(update={"skip_bad": True}))
+    assert 500 < len({p.title for p in kept.passages}) < 2000
+
+
+def test_a_dump_of_which_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "dump.xml.bz2"
+    path.write_bytes(bz2.compress(dump(page("Aardvark", PROSE)))[:60])
+    with pytest.raises(DataError, match="cut off or damaged, nothing of it can be read"):
+        load_corpus(CorpusSection(path=str(path), cache=str(tmp_path)))
 
 
 def test_a_dump_without_articles(tmp_path: Path) -> None:
@@ -265,8 +274,8 @@ def test_passages_have_about_a_hundred_words_and_stable_ids() -> None:
     assert all(50 <= len(p.text.split()) <= 160 and p.title == "Aardvark" for p in passages)
 
 
-def test_the_embedded_corpus(tmp_path: Path) -> None:
-    corpus = load_corpus(CorpusSection(cache=str(tmp_path)))
+def test_the_embedded_corpus() -> None:
+    corpus = embedded_corpus()
     lengths = sorted(len(p.text.split()) for p in corpus.passages)
     assert 4000 < len(corpus) < 6000 and 80 < lengths[len(lengths) // 2] < 120 and lengths[-1] <= 250
     assert {"Abraham Lincoln", "Alaska", "Aristotle"} <= {p.title for p in corpus.passages}
@@ -305,7 +314,7 @@ def test_a_full_disk_is_named() -> None:
     with (
         pytest.raises(StorageFullError, match="the disk is full"),
         disk_errors(Path("/dev")),
-        open("/dev/full", "w") as f,
+        Path("/dev/full").open("w") as f,
     ):
         f.write("x")
         f.flush()

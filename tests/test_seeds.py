@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded_corpus import embedded_corpus
 
 from sesa.config import CorpusSection
-from sesa.corpus import Corpus, load_corpus
+from sesa.corpus import Corpus
 from sesa.errors import DataError
 from sesa.seeds import extract_seeds, load_seeds, read_seeds
 from sesa.types import Passage, SeedAnswer
@@ -82,7 +83,7 @@ def test_extraction_is_deterministic_and_any_prefix_is_a_sample() -> None:
 
 def test_seeds_of_the_embedded_corpus_are_many_and_of_all_kinds(tmp_path: Path) -> None:
     section = CorpusSection(cache=str(tmp_path))
-    text = load_corpus(section)
+    text = embedded_corpus()
     seeds = load_seeds(section, text)
     kinds = [seed.type for seed in seeds]
     assert min(kinds.count(kind) for kind in ("entity", "date", "number")) > 500

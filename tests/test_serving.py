@@ -90,7 +90,7 @@ async def test_publication_replaces_weights_and_drops_the_cache(
         after = await client.generate(USER, sampling=SAMPLING)
     assert two["solver"].control == [
         "pause wait",
-        f"reload_weights {new}",
+        f"reload_every_weight {new}",
         "reset_prefix_cache",
         "update_weight_version solver-v0001",
         "resume",

@@ -184,10 +184,7 @@ def storage_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        # safetensors and torch raise their own types: one quotes the system, the other only says that it failed.
-        said = "No space left" in str(error) or ("PytorchStreamWriter" in str(error) and _free(target) < 2**20)
-        if not full and not said:
+        if not any(_disk_full(cause) for cause in _chain(error)):
             raise
         raise StorageFullError(
             f"{target}: the disk is full; free some space and resume, earlier versions are intact"
@@ -210,6 +207,19 @@ def sha256(path: Path) -> str:
 
 def _digest(files: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{name} {files[name]}\n" for name in sorted(files)).encode()).hexdigest()
+
+
+def _disk_full(error: BaseException) -> bool:
+    """safetensors quotes the system in an error of its own type."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or "No space left on device" in str(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those it was raised in handling of: torch covers a failed write with one that does not say why."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _free(target: Path) -> int:

@@ -69,7 +69,8 @@ class StageConsole(Stage):
             self._bar(stage, done, total)
         elif done == 0 or done == total or now - self._shown.get(stage, 0.0) >= LINE_EVERY_S:
             self._shown[stage] = now
-            left = "" if not 0 < done < total else f", about {(now - began) / done * (total - done):.0f} s left"
+            known = 0 < done < total and now - began >= 1.0  # the first part seen tells nothing about the speed
+            left = f", about {(now - began) / done * (total - done):.0f} s left" if known else ""
             print(f"{self._step}{stage} {done}/{total or '?'}{left}", file=sys.stderr, flush=True)
 
     def heartbeat(self) -> None:

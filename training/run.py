@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -14,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from sesa.config import RunConfig, config_keys, load_config
+from sesa.config import RunConfig, config_keys, load_config, stored_config
 from sesa.consolidation import prime
 from sesa.corpus import Corpus, load_corpus
 from sesa.errors import BusyError, ConfigError, SesaError
@@ -110,7 +111,7 @@ def _resume(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     place = load_config(None, overrides)
     with Store.open(_location(place), create=False) as store:
         row = store.run(args.resume)
-        config = RunConfig.model_validate(row.config)
+        config = stored_config(row.config, row.id)
         changed = sorted(set(overrides) - {"run.root", "run.store", "run.steps"})
         if changed:
             raise ConfigError(f"--resume: {changed[0]} cannot change within a run; start a new one")
@@ -150,7 +151,7 @@ def _launch(config: RunConfig, run_id: str, store: Store, until_trained: int, *,
             asyncio.run(_interruptible(play(config, run_id, store, console, until_trained, fresh=fresh)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             console.close()
-            recorded = _note_end(store, run_id, "interrupted")
+            recorded = _note_end(store, run_id, "interrupted", folder)
             how = f"go on with: python training/run.py --resume {run_id}{at_root}" if recorded else "nothing was begun"
             print(f"interrupted; {how}", file=sys.stderr)
             sys.stdout.flush()
@@ -158,16 +159,17 @@ def _launch(config: RunConfig, run_id: str, store: Store, until_trained: int, *,
             os._exit(130)
         except SesaError:
             console.close()
-            if _note_end(store, run_id, "failed"):
+            if _note_end(store, run_id, "failed", folder):
                 print(f"stopped; go on with: python training/run.py --resume {run_id}{at_root}", file=sys.stderr)
             raise
     return 0
 
 
-def _note_end(store: Store, run_id: str, status: str) -> bool:
+def _note_end(store: Store, run_id: str, status: str, folder: Path) -> bool:
     """Record how the run ended; False where there is nothing to go on with, since the run was never recorded."""
     try:
         if all(row.id != run_id for row in store.runs()):
+            shutil.rmtree(folder, ignore_errors=True)  # holds the lock file at most
             return False
         store.set_run_status(run_id, status)
     except SesaError as error:  # a full disk, say: the error that stopped the run is the one to report

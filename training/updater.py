@@ -149,7 +149,8 @@ class GrpoUpdater:
 
         def save(target: Path) -> None:
             held.trainer.model.save_pretrained(target)
-            torch.save(held.trainer.optimizer_state(), target / OPTIMIZER)
+            with (target / OPTIMIZER).open("wb") as file:  # given a path, torch hides why a write failed
+                torch.save(held.trainer.optimizer_state(), file)
 
         def describe(files: dict[str, str], sha256: str) -> Manifest:
             return Manifest(

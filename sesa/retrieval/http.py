@@ -85,7 +85,7 @@ class HttpRetriever:
         scores: list[float] = []
         for rank, row in enumerate(rows[:k], start=1):
             try:
-                scored = "document" in row
+                scored = isinstance(row, dict) and "document" in row
                 passages.append(_document(row["document"] if scored else row))
                 # Servers that send no scores keep the order: a falling score stands in for it.
                 scores.append(float(row["score"]) if scored else 1 / rank)
@@ -96,7 +96,9 @@ class HttpRetriever:
         return as_hits(passages, scores, self.name)
 
 
-def _document(document: Mapping[str, Any]) -> Passage:
+def _document(document: Any) -> Passage:
+    if not isinstance(document, dict):
+        raise TypeError("not an object")
     contents = document.get("contents") or document.get("text")
     if not isinstance(contents, str) or not contents.strip():
         raise ValueError('neither "contents" nor "text"')
