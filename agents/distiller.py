@@ -69,5 +69,5 @@ def case_text(failure: Failure, rollout: Rollout, passage_words: int) -> str:
     for turn in rollout.turns:
         if isinstance(turn.action, Search):
             lines.append(f"Search: {turn.action.query}")
-            lines += [f"  [{h.rank}] {passage_line(h.passage.title, h.passage.text, passage_words)}" for h in turn.hits]
+            lines += [f"  [{h.rank}] {passage_line(h.passage, passage_words, turn.action.query)}" for h in turn.hits]
     return "\n".join(lines)

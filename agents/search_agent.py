@@ -11,7 +11,8 @@ from sesa.agents.conversation import Conversation
 from sesa.config import SamplingSection
 from sesa.llm import ChatModel, Template
 from sesa.prompts import Prompt
-from sesa.types import Action, Hit, ModelCall, Role
+from sesa.snippets import snippet
+from sesa.types import Action, Hit, ModelCall, Passage, Role
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class SearchAgent:
         )
         return call, parse_action(call.text, call.finish_reason, self.final)
 
-    def observe(self, hits: Sequence[Hit]) -> str:
+    def observe(self, hits: Sequence[Hit], query: str) -> str:
         """The observation that shows the passages of a search."""
-        return self._section("observation", passages=passage_block(hits, self.passage_words))
+        return self._section("observation", passages=passage_block(hits, self.passage_words, query))
 
     def correct(self, reason: str) -> str:
         """The observation that answers a malformed turn."""
@@ -54,14 +55,14 @@ class SearchAgent:
         return self.prompt.section(name, **self.variables, **values)
 
 
-def passage_block(hits: Sequence[Hit], words: int) -> str:
-    """Numbered passages, each cut to its first ``words`` words."""
+def passage_block(hits: Sequence[Hit], words: int, query: str = "") -> str:
+    """Numbered passages, each cut to the ``words`` words that fit the query best."""
     if not hits:
         return "No passages were found."
-    return "\n".join(f"[{n}] {passage_line(h.passage.title, h.passage.text, words)}" for n, h in enumerate(hits, 1))
+    return "\n".join(f"[{n}] {passage_line(h.passage, words, query)}" for n, h in enumerate(hits, 1))
 
 
-def passage_line(title: str, text: str, words: int) -> str:
-    """A passage on one line, so that it cannot pass for two: title, then its first ``words`` words."""
-    head, body = " ".join(title.split()), " ".join(text.split()[:words])
+def passage_line(passage: Passage, words: int, query: str = "") -> str:
+    """A passage on one line, so that it cannot pass for two: title, then the words that fit ``query`` best."""
+    head, body = " ".join(passage.title.split()), snippet(passage.text, query, words)
     return f"{head}. {body}" if head else body

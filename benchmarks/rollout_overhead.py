@@ -26,6 +26,7 @@ import aiohttp
 import orjson
 
 from sesa.agents.solver import solver
+from sesa.collector import rare_collections
 from sesa.completions import completion_request
 from sesa.config import ModelSection, RunConfig, load_config
 from sesa.embedded import resolve_model
@@ -39,15 +40,15 @@ QUESTIONS = ("who built the tower", "where was the chemist born", "when did the 
 TEXT = "The tower in Paris was built by the company of an engineer for the fair of that year, and it still stands. " * 4
 
 Exchange = tuple[tuple[int, ...], tuple[int, ...], str]  # prompt ids, sampled ids, observation
-Solve = Callable[[int], Awaitable[list[Exchange]]]
+Solve = Callable[[RunConfig, PolicyClient, int], Awaitable[list[Exchange]]]
 Call = Callable[[int], Awaitable[object]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=1280, help="of each arm in each round")
-    parser.add_argument("--calls", type=int, default=1280, help="of each client in each round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rollouts", type=int, default=640, help="of each arm in each round")
+    parser.add_argument("--calls", type=int, default=640, help="of each client in each round")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--delay-ms", type=float, default=DELAY_MS)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "cpu.toml")
@@ -58,23 +59,27 @@ def main() -> None:
     template: Template = ChatTemplate(model_dir) if model_dir else ByteTemplate()
     with scripted_server(args.delay_ms, model_dir) as url:
         bench = Bench(config, url, template, args.at_once)
-        rollouts = asyncio.run(bench.rollouts(args.rollouts, args.rounds))
-        clients = asyncio.run(bench.clients(args.calls, args.rounds))
+        with rare_collections():  # as in a run, for every arm
+            try:
+                rollouts = asyncio.run(bench.rollouts(args.rollouts, args.rounds))
+            except NotComparable as error:
+                raise SystemExit(str(error)) from None
+            clients = asyncio.run(bench.clients(args.calls, args.rounds))
     print(f"{args.delay_ms:g} ms and {TOKENS} tokens a reply, {args.at_once} at once, medians of {args.rounds} rounds")
-    graph, bare = rollouts["graph"], rollouts["bare"]
+    graph, bare = rollouts["graph"], rollouts["bare loop"]
     for name, arm in rollouts.items():
-        print(
-            f"{name:18s} {arm.rate:8.1f} rollouts/s {2 * arm.rate:8.1f} calls/s"
-            f" {arm.cpu_ms:7.3f} ms of processor per rollout"
-        )
-    print(f"same calls         {args.rollouts * args.rounds} rollouts of two calls in both arms, equal in ids and text")
-    print(f"ratio              {graph.rate / bare.rate:8.2f}  graph to bare loop, rollouts/s (at least 0.75 wanted)")
-    print(f"processor ratio    {bare.cpu_ms / graph.cpu_ms:8.2f}  bare loop to graph, processor time per rollout")
+        rates = f"{arm.rate:8.1f} rollouts/s {2 * arm.rate:8.1f} calls/s"
+        print(f"{name:16s} {rates} {arm.cpu_ms:8.3f} ms of processor a rollout")
+    print(f"same calls       {args.rollouts * args.rounds} rollouts of two calls in each arm, equal in ids and text")
+    print(f"ratio            {graph.rate / bare.rate:8.2f} graph to bare loop, rollouts/s (at least 0.75 wanted)")
+    print(f"processor ratio  {bare.cpu_ms / graph.cpu_ms:8.2f} bare loop to graph, processor time a rollout")
     plain = clients["plain post"]
     for name, arm in clients.items():
-        print(
-            f"{name:18s} {arm.cpu_ms:8.3f} ms of processor per call {arm.cpu_ms / plain.cpu_ms:6.2f} times the plain post"
-        )
+        print(f"{name:16s} {arm.cpu_ms:8.3f} ms of processor a call {arm.cpu_ms / plain.cpu_ms:8.2f} of the plain post")
+
+
+class NotComparable(Exception):
+    """The arms did different work."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +100,26 @@ class Bench:
     at_once: int
 
     async def rollouts(self, count: int, rounds: int) -> dict[str, Arm]:
-        """Rollouts through the graph and through the bare loop. SystemExit where they did not do the same calls."""
+        """Rollouts through the graph and through the bare loop. NotComparable where their calls were not the same."""
         client = PolicyClient("solver", self.url, self.template)
-        arms: dict[str, Solve] = {
-            "graph": lambda n: through_graph(self.config, client, n),
-            "bare": lambda n: through_bare_loop(self.config, client, n),
-        }
-        done: dict[str, list[list[Exchange]]] = {}
+        arms = {"graph": through_graph, "bare loop": through_bare_loop}
+        expected: dict[int, list[Exchange]] = {}
+        wrong: list[str] = []
 
-        async def run(name: str, n: int) -> None:
-            made = done.setdefault(name, [[] for _ in range(count)])
-            made[n] = await arms[name](n)
+        def checked(arm: Solve) -> Call:
+            async def run(number: int) -> None:
+                made = await arm(self.config, client, number)
+                if len(made) != 2:
+                    wrong.append(f"rollout {number} had {len(made)} calls, not a search and an answer")
+                if made != expected.setdefault(number, made):
+                    wrong.append(f"rollout {number} differs between the arms: the ratio would mean nothing")
 
-        measured = await self._interleaved({name: lambda n, name=name: run(name, n) for name in arms}, count, rounds)
+            return run
+
+        measured = await self._interleaved({name: checked(arm) for name, arm in arms.items()}, count, rounds)
         await client.close()
-        if done["graph"] != done["bare"]:
-            raise SystemExit("the two arms did not do the same calls: the ratio would mean nothing")
-        if any(len(exchanges) != 2 for exchanges in done["bare"]):
-            raise SystemExit("a rollout did not have two calls, a search and an answer")
+        if wrong:
+            raise NotComparable(wrong[0])
         return measured
 
     async def clients(self, count: int, rounds: int) -> dict[str, Arm]:
@@ -134,7 +141,11 @@ class Bench:
                 async with session.post(url, data=body, headers=headers) as response:
                     return orjson.loads(await response.read())["choices"][0]["token_ids"]
 
-            arms: dict[str, Call] = {"plain post": plain, "PolicyClient": through(ours), "openai": through(official)}
+            arms: dict[str, Call] = {
+                "plain post": plain,
+                "PolicyClient": through(ours),
+                "openai library": through(official),
+            }
             measured = await self._interleaved(arms, count, rounds)
         await ours.close()
         await official.close()
@@ -188,7 +199,7 @@ async def through_bare_loop(config: RunConfig, client: PolicyClient, number: int
             return [*exchanges, _exchange(call, "")]
         assert isinstance(action, Search), action
         hits = await SEARCHER.search(action.query, config.retrieval.top_k)
-        conversation = conversation.after(call, agent.observe(hits))
+        conversation = conversation.after(call, agent.observe(hits, action.query))
         exchanges.append(_exchange(call, conversation.messages[-1].content))
     return exchanges
 

@@ -15,7 +15,8 @@ from sesa.graphs import names
 from sesa.graphs.context import RunContext
 from sesa.graphs.proposer import propose
 from sesa.graphs.stage import StepState, committed, fan_out, stored
-from sesa.types import Check, Passage, Question, Role, Rollout, SeedAnswer, StopReason, Turn, Verdict
+from sesa.rewards import exact_match
+from sesa.types import Answer, Check, Passage, Question, Role, Rollout, SeedAnswer, StopReason, Turn, Verdict
 from sesa.validity import evidence_mix, evidence_verdict, retrieved_evidence, run_checks
 
 Go = Command[Any]
@@ -121,7 +122,9 @@ async def evidence_check(ctx: RunContext, question: Question) -> Check:
     rollout = before[0] if before else await _read(ctx, question, rollout_id)
     if not before:
         ctx.store.save_rollouts(ctx.run_id, [rollout])
-    return evidence_verdict(rollout.answer, question.golds, rollout.error)
+    answers = [turn.action.text for turn in rollout.turns if isinstance(turn.action, Answer)]
+    right = [answer for answer in answers if exact_match(answer, question.golds) == 1.0]
+    return evidence_verdict((right or answers or [None])[0], question.golds, rollout.error)
 
 
 async def _read(ctx: RunContext, question: Question, rollout_id: str) -> Rollout:
@@ -136,20 +139,26 @@ async def _read(ctx: RunContext, question: Question, rollout_id: str) -> Rollout
         step=question.step,
         stop_reason=StopReason.BACKEND_ERROR,
     )
-    try:
-        reading = await read_evidence(
-            ctx.solver,
-            ctx.solver.template,
-            question.text,
-            passages,
-            config.retrieval.passage_words,
-            ctx.call_seed("read", question.id),
-        )
-    except (ServerError, BadReplyError) as error:
-        return base.model_copy(update={"error": str(error)})
-    turns: tuple[Turn, ...] = (reading.turn,)
-    stop = StopReason.ANSWERED if reading.answer is not None else StopReason.INVALID
-    return base.model_copy(update={"turns": turns, "stop_reason": stop})
+    turns: list[Turn] = []
+    for number in range(config.validity.evidence_tries):
+        try:
+            reading = await read_evidence(
+                ctx.solver,
+                ctx.solver.template,
+                question.text,
+                passages,
+                config.retrieval.passage_words,
+                ctx.call_seed("read", question.id),
+                number,
+            )
+        except (ServerError, BadReplyError) as error:
+            return base.model_copy(update={"turns": tuple(turns), "error": str(error)})
+        turns.append(reading.turn)
+        if reading.answer is not None and exact_match(reading.answer, question.golds) == 1.0:
+            break
+    answered = any(isinstance(turn.action, Answer) for turn in turns)
+    stop = StopReason.ANSWERED if answered else StopReason.INVALID
+    return base.model_copy(update={"turns": tuple(turns), "stop_reason": stop})
 
 
 def _others(ctx: RunContext, question: Question) -> list[Passage]:

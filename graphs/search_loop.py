@@ -67,7 +67,9 @@ async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Lit
         return _ended(so_far, StopReason.BACKEND_ERROR, error)
     turns = (*so_far.turns, Turn(call=call, action=action))
     stop = _stop(turns, ctx.max_turns)
-    then = END if stop else "search" if isinstance(action, Search) else "correct"
+    then: Literal["search", "correct", "__end__"] = (
+        "__end__" if stop else "search" if isinstance(action, Search) else "correct"
+    )
     return Command(goto=then, update={"progress": replace(so_far, turns=turns, stop=stop)})
 
 
@@ -80,7 +82,7 @@ async def search(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[
         hits = await ctx.searcher.search(turn.action.query, ctx.top_k)
     except (ServerError, BadReplyError) as error:
         return _ended(so_far, StopReason.BACKEND_ERROR, error)
-    return _observed(so_far, ctx.agent.observe(hits), tuple(hits))
+    return _observed(so_far, ctx.agent.observe(hits, turn.action.query), tuple(hits))
 
 
 async def correct(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["act"]]:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sesa.collector import rare_collections
 from sesa.config import RunConfig
 from sesa.corpus import Corpus, load_corpus
 from sesa.embedded import resolve_model
@@ -62,7 +63,8 @@ async def open_parts(
     distiller = helper_model("distiller", config)
     try:
         await serving.start(versions)
-        yield Parts(model_dir, corpus, searcher, get_encoder(config.retrieval.encoder), serving, distiller)
+        with rare_collections():
+            yield Parts(model_dir, corpus, searcher, get_encoder(config.retrieval.encoder), serving, distiller)
     finally:
         await serving.close()
         searcher.close()

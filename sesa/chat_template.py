@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from sesa.types import Message
 
 # Stands for the sampled reply while the text around it is rendered; letters only, so that no template trims it.
 _REPLY = "SampledReplyStandsHere"
+
+# Starts of conversations whose ids are remembered: those of a step's groups, for both roles.
+STARTS_KEPT = 256
 
 
 class Template(Protocol):
@@ -47,10 +51,17 @@ class ChatTemplate:
         added = (token.content for token in self._tokenizer.added_tokens_decoder.values())
         self.special_tokens = tuple(sorted({*added, *self._tokenizer.all_special_tokens}))
         self._breaker = special_token_breaker(self.special_tokens)
+        # Not the library's own `encode`, which hands every text to a pool of threads as a batch of one; what it resets
+        # before each text is reset here once.
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # The rollouts of a group begin with the same messages.
+        self._started = lru_cache(STARTS_KEPT)(lambda messages: tuple(self.encode(self._render(messages))))
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a new conversation, with the generation prompt."""
-        return self.encode(self._render(messages))
+        return list(self._started(tuple(messages)))
 
     def extend(self, prompt_ids: Sequence[int], token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Ids of the next prompt: what was prompted, what was sampled, and the template's bridge to the next reply.
@@ -65,7 +76,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; special tokens written in it are read as such, none is added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included."""

@@ -215,7 +215,7 @@ async def _serve(
 
 
 def config_of(row: RunRow) -> RunConfig:
-    """The configuration that a run was started with."""
+    """The configuration that a run was started with. Raises ConfigError where this version cannot read it."""
     from sesa.config import stored_config
 
     return stored_config(row.config, row.id)

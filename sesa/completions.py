@@ -62,7 +62,7 @@ def read_completion(
     *,
     policy: str,
     policy_version: int,
-    sent_ids: Sequence[int],
+    sent_ids: list[int],
     messages: Sequence[Message],
     latency_s: float,
 ) -> ModelCall:
@@ -102,7 +102,7 @@ def build_call(
     *,
     policy: str,
     policy_version: int,
-    sent_ids: Sequence[int],
+    sent_ids: list[int],
     messages: Sequence[Message],
     prompt_ids: Any,
     token_ids: Any,
@@ -114,10 +114,10 @@ def build_call(
     latency_s: float,
 ) -> ModelCall:
     """Checks the fields of a reply and makes the record; raises as `read_completion` does."""
-    _ids(url, "prompt_token_ids", prompt_ids)
-    _ids(url, "token_ids", token_ids)
-    if list(prompt_ids) != list(sent_ids):
+    if prompt_ids != sent_ids:
+        _ids(url, "prompt_token_ids", prompt_ids)
         raise BadReplyError(f"{url}: prompt_token_ids: {len(prompt_ids)} ids that are not the {len(sent_ids)} ids sent")
+    _ids(url, "token_ids", token_ids)
     if not isinstance(logprobs, list):
         raise BadReplyError(f"{url}: logprobs.token_logprobs: a list expected, got {_short(logprobs)}")
     if len(logprobs) != len(token_ids):
@@ -144,7 +144,7 @@ def build_call(
         policy=policy,
         policy_version=policy_version,
         messages=tuple(messages),
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=tuple(sent_ids),
         token_ids=tuple(token_ids),
         logprobs=tuple(logprobs),
         text=text,

@@ -7,6 +7,7 @@ Environment variables never change it; they hold secrets only, and a section nam
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,9 @@ class ValiditySection(Section):
     min_searches: int = Field(1, ge=0, description="fewest searches of a proposal")
     target_in_query: bool = Field(True, description="whether a query may contain the target answer")
     evidence_check: bool = Field(True, description="answer the question from its evidence, without searching")
+    evidence_tries: int = Field(
+        1, ge=1, description="answers read from the evidence, the first greedily; one must match. More for weak readers"
+    )
     distractors: int = Field(4, ge=0, description="passages of other questions mixed into the evidence")
 
 
@@ -265,16 +269,19 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> list[tuple[str, dict[str, 
 
 
 def _origin(layers: Sequence[tuple[str, dict[str, Any]]], keys: Sequence[str]) -> str:
-    """Where the last of ``keys`` (or the nearest section above it) was set."""
-    for origin, layer in reversed(layers):
-        for key in keys:
-            found: Any = layer
-            parts = key.split(".")
-            while parts and isinstance(found, dict) and parts[0] in found:
-                found = found[parts.pop(0)]
-            if not parts or not isinstance(found, dict):
-                return origin
-    return "defaults"
+    """Where one of ``keys`` was set last."""
+    return next((origin for origin, layer in reversed(layers) for key in keys if _sets(layer, key)), "defaults")
+
+
+def _sets(layer: Any, key: str) -> bool:
+    """Whether ``key``, or in place of its section something else, is set."""
+    for part in key.split("."):
+        if not isinstance(layer, dict):
+            return True
+        if part not in layer:
+            return False
+        layer = layer[part]
+    return True
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -321,16 +328,16 @@ def _first_key(section: str) -> str:
 
 
 def _suggest(key: str) -> str:
-    """The nearest known key: by full dotted name, else by its last part anywhere."""
+    """The nearest known key: one of the same section, else one of that name in another, else what the section has."""
     known = [name for name, _, _ in config_keys()]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not near:
-        last = key.rsplit(".", 1)[-1]
-        near = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
-    if not near:
-        sections = sorted({name.split(".", 1)[0] for name in known})
-        near = difflib.get_close_matches(key.split(".", 1)[0], sections, n=1)
-    return f"; did you mean {near[0]}?" if near else "; see `python training/run.py --help` for the known keys"
+    section, _, last = key.rpartition(".")
+    under = f"{section}." if section else ""
+    siblings = sorted({name.removeprefix(under).partition(".")[0] for name in known if name.startswith(under)})
+    near = [under + name for name in difflib.get_close_matches(last, siblings, n=1)]
+    near = near or [name for name in known if name.rpartition(".")[2] == last]
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; {f'[{section}]' if section else 'a configuration'} has {', '.join(siblings)}"
 
 
 def markdown_table() -> str:
@@ -347,7 +354,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):

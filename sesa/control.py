@@ -14,6 +14,8 @@ import orjson
 from sesa.completions import refusal
 from sesa.errors import BadReplyError, ServerError
 
+# The worker's method that reloads, and the class it is from (see there).
+RELOAD, EXTENSION = "reload_every_weight", "sesa.vllm_worker.WeightReload"
 # Reading a checkpoint from disk, or an adapter; far more than either takes.
 LOAD_TIMEOUT_S = 300.0
 QUICK_TIMEOUT_S = 30.0
@@ -44,15 +46,24 @@ class ServerControl:
         """Sets the label that `weight_version` returns."""
         await self._send("POST", "/update_weight_version", json={"new_version": version})
 
-    async def replace_weights(self, folder: Path, version: str, drain_s: float) -> None:
+    async def replace_weights(self, folder: Path, version: str, drain_s: float, method: str = RELOAD) -> None:
         """Serves the weights in ``folder`` from the next call on: pause, reload, drop the prefix cache, resume.
 
-        Calls in flight end first, within ``drain_s``. Where anything fails the server stays paused: it may hold new
-        weights with cache entries of the old, and must not answer.
+        Calls in flight end first, within ``drain_s``. ``method`` is the worker's method that loads. Where anything
+        fails the server stays paused, because it may hold new weights with cache entries of the old and must not
+        answer; only a server that lacks ``method`` is left as it was.
         """
         await self._send("POST", "/pause?mode=wait", timeout_s=drain_s)
-        body = {"method": "reload_every_weight", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
-        await self._send("POST", "/collective_rpc", json=body, timeout_s=LOAD_TIMEOUT_S + QUICK_TIMEOUT_S)
+        body = {"method": method, "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
+        try:
+            await self._send("POST", "/collective_rpc", json=body, timeout_s=LOAD_TIMEOUT_S + QUICK_TIMEOUT_S)
+        except ServerError as error:
+            if method not in str(error):
+                raise
+            await self._send("POST", "/resume")
+            raise ServerError(
+                f"{self.url}: has no {method}; start that server with --worker-extension-cls {EXTENSION}"
+            ) from None
         await self._reset_prefix_cache()
         await self.label(version)
         await self._send("POST", "/resume")

@@ -19,8 +19,12 @@ from sesa.errors import BusyError, ServerError, StorageFullError
 HEARTBEAT_S = 10.0
 POLL_S = 0.25
 HEALTH_TIMEOUT_S = 20.0
-# vLLM's lines that say what went wrong, rather than where.
-_TELLING = re.compile(r"\b(\w*Error|Exception|error:|ERROR|Killed|killed|No space left)\b")
+# Lines that say what went wrong, rather than where: an exception's last line, a refused argument, a full disk.
+_TELLING = re.compile(
+    r"\b(\w*(Error|Exception)|error): |\bValue error, |\bKilled\b|No space left|out of memory", re.IGNORECASE
+)
+# Last words that only point to earlier ones.
+_POINTING = ("Engine core initialization failed", "WorkerProc initialization failed", "root cause above")
 
 
 class ServerProcess:
@@ -81,9 +85,8 @@ class ServerProcess:
         said = self.started_at
         while True:
             if not self.alive:
-                raise await self._failed(
-                    f"ended while starting (exit code {self._process and self._process.returncode})"
-                )
+                code = self._process.returncode if self._process else None
+                raise await self._failed(f"ended while starting (exit code {code})", progress)
             waited = time.monotonic() - self.started_at
             if await healthy(self.url, timeout_s=2.0):
                 self.ready_at = time.monotonic()
@@ -127,17 +130,15 @@ class ServerProcess:
         lines = self.last_lines(1)
         return lines[0][-160:] if lines else "nothing in its log yet"
 
-    async def _failed(self, what: str, progress: Callable[[str], None] | None = None) -> ServerError:
+    async def _failed(self, what: str, progress: Callable[[str], None]) -> ServerError:
         await self.stop()
         lines = self.last_lines(400)
-        telling = [line for line in lines if _TELLING.search(line)]
-        line = (telling or lines or ["its log is empty"])[-1].strip()
-        if progress:
-            for shown in lines[-20:]:
-                progress(f"{self.name}| {shown}")
+        line = telling_line(lines)
+        for shown in lines[-20:]:
+            progress(f"{self.name}| {shown}")
         if "No space left" in line:
             raise StorageFullError(f"{self.name} {what}: the disk is full; see {self.log}")
-        return ServerError(f"{self.name} {what}: {line[-300:]} (log: {self.log})")
+        return ServerError(f"{self.name} {what}: {line[:300]} (log: {self.log})")
 
     def _kill_group(self) -> None:
         assert self._process is not None
@@ -145,6 +146,13 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def telling_line(lines: Sequence[str]) -> str:
+    """The line of a server's log that says most about why it failed: the last error that does not point elsewhere."""
+    errors = [line for line in lines if _TELLING.search(line)]
+    causes = [line for line in errors if not any(words in line for words in _POINTING)]
+    return (causes or errors or lines or ["its log is empty"])[-1].strip()
 
 
 async def healthy(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from sesa.chat_template import ChatTemplate
 from sesa.config import RunConfig
-from sesa.control import ServerControl
+from sesa.control import RELOAD, ServerControl
 from sesa.embedded import check_model_folder, tensor_shapes
 from sesa.errors import BusyError, ConfigError, ServerError
 from sesa.policy_client import PolicyClient
@@ -140,7 +140,9 @@ class Serving:
         limit = self.config.serving.request_timeout_s
         async with client.exclusive(limit), server.lock:
             try:
-                await server.control.replace_weights(Path(version.path), label(version), limit)
+                # A GPU computes with the weights themselves: a server that others started there needs no help of ours.
+                method = "reload_weights" if self._attached(server) and self.config.serving.device == "gpu" else RELOAD
+                await server.control.replace_weights(Path(version.path), label(version), limit, method)
             except (ServerError, asyncio.CancelledError):
                 # Half-way between two sets of weights. A server of ours is ended and comes back with the old ones.
                 if server.process:

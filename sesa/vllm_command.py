@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sesa.config import RunConfig
+from sesa.control import EXTENSION
 from sesa.errors import DependencyError, ServerError
 from sesa.machine import cores, memory_bytes
 
@@ -45,7 +46,7 @@ def vllm_command(
     # Log-probabilities of the distribution that was sampled from, temperature included: those the update needs.
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--uvicorn-log-level", "warning"]
-    command += ["--worker-extension-cls", "sesa.vllm_worker.WeightReload"]
+    command += ["--worker-extension-cls", EXTENSION]
     if serving.device == "cpu":
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(serving.kv_cache_gib * GIB))]
         command += ["--max-num-seqs", str(CPU_MAX_SEQS), "--max-num-batched-tokens", str(CPU_BATCHED_TOKENS)]

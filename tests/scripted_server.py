@@ -72,6 +72,7 @@ class ScriptedServer:
 
     weights_path: str = ""
     weight_version: str = "default"
+    methods: tuple[str, ...] = ("reload_weights", "reload_every_weight")
     paused: bool = False
     prefix_reset_succeeds: bool = True
     adapters: dict[str, str] = field(default_factory=dict)
@@ -256,6 +257,8 @@ class ScriptedServer:
         body = await request.json()
         path = body["kwargs"]["weights_path"]
         self.control.append(f"{body['method']} {path}")
+        if body["method"] not in self.methods:
+            return _error(500, f"Call to collective_rpc method failed: 'Worker' has no attribute '{body['method']}'")
         if not Path(path).is_dir():
             return _error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
         self.weights_path = path

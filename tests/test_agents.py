@@ -134,7 +134,7 @@ def test_passages_are_numbered_cut_and_on_one_line_each() -> None:
 
 @given(title=st.text(), text=st.text())
 def test_a_passage_is_always_one_line(title: str, text: str) -> None:
-    assert len(passage_line(title, text, 5).splitlines()) <= 1
+    assert len(passage_line(Passage(id="p", title=title, text=text), 5).splitlines()) <= 1
 
 
 @pytest.mark.parametrize("name", ["solver", "solver_small"])
@@ -145,7 +145,7 @@ def test_skills_stand_before_the_question(name: str) -> None:
     last = agent.open(ByteTemplate()).messages[-1].content
     assert "- Questions on rivers: Find the town first. Avoid: Do not stop at the town. Query: TOWN river\n" in last
     assert last.index("Find the town") < last.index("Compare dates.") < last.index("Question: Which river?")
-    assert "Find the town" not in agent.observe([])
+    assert "Find the town" not in agent.observe([], "q")
 
 
 def test_without_skills_nothing_is_said_of_them() -> None:
@@ -157,7 +157,7 @@ def test_without_skills_nothing_is_said_of_them() -> None:
 
 def test_observation_and_correction_remind_a_small_model_of_its_task() -> None:
     agent = solver(load_config(None, {"solver.prompt": "solver_small"}), "Which river?", [])
-    assert agent.observe(hits(passage("a", "It is the Tagus.", "Lisbon"))) == (
+    assert agent.observe(hits(passage("a", "It is the Tagus.", "Lisbon")), "q") == (
         "[1] Lisbon. It is the Tagus.\nQuestion: Which river?"
     )
     assert "No action was found" in agent.correct("No action was found")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sesa.config import TrainingSection
-from sesa.training.grpo import RolloutTrainer, Sample, plan_micro_batches
+from sesa.training.grpo import RolloutTrainer
 from sesa.training.logprobs import head_scores, padded_scores, score
+from sesa.training.micro_batches import Sample, plan_micro_batches
 from sesa.training.prefix_tree import build_tree, supports_trees, tree_scores
 from sesa.training.sequences import TokenSequence, rollout_sequences
 
@@ -25,11 +27,14 @@ MAX_COMPLETION = 24
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """A model this small only waits for its threads."""
+def light_process() -> Iterator[None]:
+    """A model this small only waits for its threads, and for the garbage collection that each ``train()`` begins with:
+    what the imports left behind is taken out of it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
@@ -341,13 +346,13 @@ def test_micro_batches_hold_every_sequence_once_within_their_budget(rows: list[l
         for n, r in enumerate(rows)
     ]
     longest = max(map(len, rows))
-    for share in (True, False):
-        batches = plan_micro_batches(samples, size, share=share)
+    for pair_cost in (0.0, 0.1, None):
+        batches = plan_micro_batches(samples, size, pair_cost)
         assert sorted(s.sequence.rollout_id for b in batches for s in b) == sorted(map(str, range(len(rows))))
         for batch in batches:
             cost = (
                 len(build_tree([s.sequence.ids for s in batch]))
-                if share
+                if pair_cost is not None
                 else len(batch) * max(len(s.sequence) for s in batch)
             )
             assert cost <= size * longest
@@ -355,7 +360,19 @@ def test_micro_batches_hold_every_sequence_once_within_their_budget(rows: list[l
 
 def test_an_empty_update_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one sequence"):
-        plan_micro_batches([], 4, share=True)
+        plan_micro_batches([], 4, None)
+
+
+def test_sequences_share_a_tree_where_the_prefix_outweighs_the_hidden_attention() -> None:
+    def sample(name: str, ids: list[int]) -> Sample:
+        return Sample(TokenSequence(tuple(ids), (False,) + (True,) * (len(ids) - 1), (0.0,) * len(ids), name), 1.0)
+
+    prompt, other = [5] * 100, [6] * 100
+    rows = [sample(f"{n}{k}", [*p, *[10 + k] * 10]) for n, p in (("a", prompt), ("b", other)) for k in range(4)]
+    names = [[s.sequence.rollout_id for s in batch] for batch in plan_micro_batches(rows, 8, 1e-3)]
+    assert names == [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]]
+    dear = plan_micro_batches(rows, 8, 1.0)  # 100 shared tokens against 2 * 10 * 110 hidden pairs
+    assert [len(batch) for batch in dear] == [1] * 8
 
 
 def test_trees_are_only_used_where_the_mask_is_all_that_decides(folder: Path) -> None:

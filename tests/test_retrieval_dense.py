@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from embedded_corpus import embedded_corpus
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sesa.corpus import Corpus
 from sesa.errors import DataError, NotFoundError
 from sesa.retrieval import dense, get_encoder, open_local
 from sesa.retrieval.base import Array
 from sesa.retrieval.encoder import Encoder
+from sesa.types import Passage
 
 pytestmark = pytest.mark.real
 
@@ -87,8 +90,17 @@ def test_dense_search_finds_what_is_meant(corpus: Corpus, tmp_path: Path) -> Non
     assert hybrid[0][0].passage.title == "Aardvark" and hybrid[0][0].retriever == "hybrid"
 
 
+@given(st.integers(1, 3000))
+def test_every_passage_is_in_one_shard(n: int) -> None:
+    few = Corpus.of((Passage(id=str(i), title="", text="x" * (i * 37 % 101 + 1)) for i in range(n)), "x")
+    shards = list(dense._shards(few))
+    assert sorted(place for shard in shards for place in shard) == list(range(n)) and all(shards)
+    assert max(map(len, shards)) <= dense._SHARD + dense._STRIPE
+
+
 def test_a_cut_off_build_goes_on_where_it_was(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_SHARD", 16)
+    monkeypatch.setattr(dense, "_STRIPE", 4)
     n = len(corpus)
     cut = Counting(limit=n // 2)
     with pytest.raises(KeyboardInterrupt):

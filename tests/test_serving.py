@@ -22,7 +22,7 @@ from scripted_server import ScriptedServer
 from sesa.config import RunConfig, SamplingSection, load_config
 from sesa.errors import BusyError, ConfigError, ServerError, SesaError
 from sesa.scripted import ByteTemplate
-from sesa.server_process import ServerProcess, free_ports
+from sesa.server_process import ServerProcess, free_ports, telling_line
 from sesa.serving import Serving, label
 from sesa.types import Message, PolicyVersion
 from sesa.vllm_command import require_memory, vllm_command, vllm_environment
@@ -144,6 +144,22 @@ async def test_prefix_cache_that_is_not_reset_is_an_error(
         assert serving.client("solver").version == 0
         # It may hold new weights with old cache entries: it must not answer.
         assert two["solver"].paused
+
+
+async def test_attached_server_without_our_reload(
+    two: dict[str, ScriptedServer], model_dir: Path, tmp_path: Path
+) -> None:
+    new = weights(tmp_path / "v1", seed=1)
+    two["solver"].methods = ("reload_weights",)
+    async with Serving(attached(two), model_dir, tmp_path) as serving:
+        await serving.start()
+        with pytest.raises(ServerError, match=r"--worker-extension-cls sesa\.vllm_worker\.WeightReload"):
+            await serving.publish(version(new, 1))
+        assert (await serving.client("solver").generate(USER, sampling=SAMPLING)).policy_version == 0
+    async with Serving(attached(two, device="gpu"), model_dir, tmp_path) as serving:
+        await serving.start()
+        await serving.publish(version(new, 1))
+    assert two["solver"].weights_path == str(new)
 
 
 @pytest.mark.parametrize("fault", ["gone", "empty", "cut-off", "other-shape", "other-names"])
@@ -476,6 +492,34 @@ async def test_killed_guard_takes_the_server(tmp_path: Path) -> None:
     members[0].kill()
     assert ended(members[:2])
     members[2].kill()
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (
+            "usage: api_server.py [--log-level {CRITICAL,ERROR,WARNING}]\n    [--port PORT]\n"
+            "api_server.py: error: unrecognized arguments: --no-such-flag",
+            "api_server.py: error: unrecognized arguments: --no-such-flag",
+        ),
+        (
+            "(EngineCore pid=7) ERROR 11-30 core.py:900 ValueError: To serve at least one request 2.25 GiB is needed\n"
+            "(EngineCore pid=7) ERROR 11-30 core.py:901 Traceback (most recent call last):\n"
+            "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.",
+            "(EngineCore pid=7) ERROR 11-30 core.py:900 ValueError: To serve at least one request 2.25 GiB is needed",
+        ),
+        ("loading\nRuntimeError: Engine core initialization failed", "RuntimeError: Engine core initialization failed"),
+        (
+            "ValidationError: 1 validation error for ModelConfig\n  Value error, max_model_len (100000) is too long\n"
+            "    For further information visit",
+            "Value error, max_model_len (100000) is too long",
+        ),
+        ("loading\nalmost there", "almost there"),
+        ("", "its log is empty"),
+    ],
+)
+def test_line_of_the_log_that_says_most(log: str, line: str) -> None:
+    assert telling_line(log.splitlines()) == line
 
 
 async def test_log_that_cannot_be_written(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sesa.config import RunConfig, SamplingSection
+from sesa.control import ServerControl
 from sesa.embedded import embedded_model, packaged_gguf
 from sesa.errors import ContextOverflowError, DependencyError, ServerError
 from sesa.policy_client import PolicyClient
@@ -57,6 +58,18 @@ def changed(model_dir: Path, folder: Path, seed: int) -> Path:
 
 async def ask(client: PolicyClient, messages: Sequence[Message] = QUESTION) -> ModelCall:
     return await client.generate(messages, sampling=GREEDY, seed=1)
+
+
+def trainer_says(folder: Path, call: ModelCall) -> list[float]:
+    """Log-probabilities of the sampled tokens under the weights in ``folder``, computed without vLLM."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*call.prompt_ids, *call.token_ids]])).logits[0, len(call.prompt_ids) - 1 : -1]
+    taken = logits.log_softmax(-1).gather(1, torch.tensor([call.token_ids]).T)
+    return [float(p) for p in taken[:, 0]]
 
 
 def close(one: ModelCall, two: ModelCall) -> bool:
@@ -119,6 +132,9 @@ async def test_publish_kill_and_restart(model_dir: Path, tmp_path: Path) -> None
         assert close(after, await ask(solver))
         assert close(after, await uncached(solver))
         assert (await ask(proposer)).logprobs == others.logprobs
+        # Every weight is new, also those that two layers share: the reply is the new model's own.
+        assert np.allclose(after.logprobs, trainer_says(Path(new.path), after), atol=1e-3)
+        assert np.allclose(first.logprobs, trainer_says(model_dir, first), atol=1e-3)
 
         # The engine dies in the middle of calls: all are answered, by the published weights.
         asked = [asyncio.create_task(ask(solver)) for _ in range(4)]
@@ -133,6 +149,13 @@ async def test_publish_kill_and_restart(model_dir: Path, tmp_path: Path) -> None
         # And back to the first weights.
         await serving.publish(PolicyVersion(policy="solver", version=2, path=str(model_dir)))
         assert close(await ask(solver), first)
+
+        # A server without our reload is told apart, is not harmed, and goes on with the weights it has.
+        bare = solver_control(serving)
+        with pytest.raises(ServerError, match="--worker-extension-cls"):
+            await bare.replace_weights(model_dir, "x", 30.0, method="no_such_method")
+        assert close(await ask(solver), first)
+
         started = [psutil.Process(s.process.pid) for s in serving._servers if s.process]
         members = [p for guard in started for p in [guard, *guard.children(recursive=True)]]
         assert len(members) >= 2 * 4
@@ -145,6 +168,10 @@ async def uncached(client: PolicyClient) -> ModelCall:
 
     body = completion_request(client.model, client.template.start(QUESTION), GREEDY, 1, (), None)
     return await client._call({**body, "cache_salt": os.urandom(8).hex()}, QUESTION, client.version)
+
+
+def solver_control(serving: Serving) -> ServerControl:
+    return serving._server_of("solver").control
 
 
 def kill_engine(serving: Serving, policy: str) -> None:
@@ -161,18 +188,21 @@ def all_gone(processes: list[psutil.Process], limit_s: float = 20.0) -> bool:
 
 async def test_failed_start_shows_the_servers_own_words(model_dir: Path, tmp_path: Path) -> None:
     given = RunConfig().model_dump()
-    given["serving"]["extra_args"] = ("--no-such-flag",)
+    given["model"]["max_model_len"] = 100_000
     said: list[str] = []
     serving = Serving(RunConfig.model_validate(given), model_dir, tmp_path, policies=("solver",), progress=said.append)
-    with pytest.raises(ServerError, match="--no-such-flag") as caught:
+    with pytest.raises(ServerError, match="100000") as caught:
         await serving.start()
     assert "\n" not in str(caught.value)
+    assert [line for line in said if line.startswith("solver| ")]
 
 
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from sesa.config import RunConfig
+from sesa.config import RunConfig, SamplingSection
+from sesa.control import ServerControl
+# RunConfig
 from sesa.serving import Serving
 async def main():
     async with Serving(RunConfig(), Path(sys.argv[1]), Path(sys.argv[2]), policies=("solver",)) as serving:

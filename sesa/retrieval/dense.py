@@ -116,7 +116,7 @@ def _one_thread() -> None:
 def _shards(corpus: Corpus) -> Iterator[list[int]]:
     order = sorted(range(len(corpus)), key=lambda i: (len(corpus.passages[i].text), i))
     stripes = [order[at : at + _STRIPE] for at in range(0, len(order), _STRIPE)]
-    count = -(-len(order) // _SHARD)
+    count = min(len(stripes), -(-len(order) // _SHARD))
     for number in range(count):
         yield [place for stripe in stripes[number::count] for place in stripe]
 

@@ -21,6 +21,9 @@ from sesa.retrieval.base import Array
 Precision = Literal["float32", "bfloat16"]
 # Texts per forward pass on a CPU: larger ones fall out of the cache, smaller ones are all overhead.
 _BATCH = 32
+# Lengths are padded to multiples of 16 tokens: the kernels keep something for every new shape, and without this a
+# build of 20,000 passages grew to 2.7 GB instead of staying at 1.1 GB; it costs 3 % of the rate.
+_PADDING = {"text": {"pad_to_multiple_of": 16}}
 _PART_OF_THE_MODEL = ("model.safetensors", "pytorch_model.bin", "config.json", "sentence_bert_config.json")
 
 
@@ -100,16 +103,16 @@ class Encoder:
             from threadpoolctl import threadpool_limits
 
             # The first operation of a thread sets its number of OpenMP threads; only then can it be lowered.
-            model.encode(["warm"], show_progress_bar=False)
+            model.encode(["warm"], show_progress_bar=False, processing_kwargs=_PADDING)
             self._thread.limit = threadpool_limits(1, user_api="openmp")
-        return model.encode(texts, batch_size=len(texts), show_progress_bar=False)
+        return model.encode(texts, batch_size=len(texts), show_progress_bar=False, processing_kwargs=_PADDING)
 
     def _model(self, precision: Precision) -> Any:
         with self._lock:
             if precision not in self._models:
                 model = _load(self.folder, self.device, precision)
                 # The tokenizer takes its settings from the first call and is shared by all threads afterwards.
-                model.encode(["warm"], show_progress_bar=False)
+                self._pool.submit(self._batch, model, ["warm"]).result()
                 self._models[precision] = model
             return self._models[precision]
 
