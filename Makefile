@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python training/run.py --config configs/demo.toml --until-trained 3
+	$(BIN)/python training/run.py --config configs/demo.toml --until-trained 5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -59,7 +59,7 @@ async def commit_next_version(ctx: RunContext, step: int, bank: Bank) -> None:
             candidates += parse_candidates(rollout.turns[-1].call.text, batch, step)
             read += batch
         elif rollout.stop_reason is StopReason.INVALID:
-            unread += batch  # lost to a server: they stay in the queue
+            unread += batch  # of those lost to a server nothing is said: they stay in the queue
     plan = await asyncio.to_thread(
         plan_commit,
         bank,

@@ -123,8 +123,8 @@ async def evidence_check(ctx: RunContext, question: Question) -> Check:
     if not before:
         ctx.store.save_rollouts(ctx.run_id, [rollout])
     answers = [turn.action.text for turn in rollout.turns if isinstance(turn.action, Answer)]
-    right = [answer for answer in answers if exact_match(answer, question.golds) == 1.0]
-    return evidence_verdict((right or answers or [None])[0], question.golds, rollout.error)
+    best = max(answers, key=lambda answer: exact_match(answer, question.golds), default=None)
+    return evidence_verdict(best, question.golds, rollout.error)
 
 
 async def _read(ctx: RunContext, question: Question, rollout_id: str) -> Rollout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,10 +62,11 @@ async def open_parts(
     searcher = AsyncSearch(open_retriever(config, corpus, progress))
     serving = Serving(config, model_dir, log_dir, policies=tuple(policies), progress=say)
     distiller = helper_model("distiller", config)
+    encoder = get_encoder(config.retrieval.encoder)
     try:
-        await serving.start(versions)
+        await asyncio.gather(serving.start(versions), asyncio.to_thread(encoder.warm))
         with rare_collections():
-            yield Parts(model_dir, corpus, searcher, get_encoder(config.retrieval.encoder), serving, distiller)
+            yield Parts(model_dir, corpus, searcher, encoder, serving, distiller)
     finally:
         await serving.close()
         searcher.close()

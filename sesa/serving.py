@@ -7,6 +7,7 @@ weights; each publication is an adapter under a new name, because the prefix cac
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -100,6 +101,8 @@ class Serving:
                 names = await server.control.served_names()
                 for policy in server.policies:
                     self._clients[policy] = self._make_client(server, policy, template, names)
+                    if self._attached(server) and policy not in (versions or {}):
+                        self._clients[policy].version = version_in(await server.control.weight_version())
             for policy in versions or {}:
                 if policy in base and self._attached(self._server_of(policy)):
                     await self.publish(self._versions[policy])
@@ -323,6 +326,12 @@ class Serving:
 def label(version: PolicyVersion) -> str:
     """Name of a version as servers know it, e.g. ``solver-v0007``."""
     return f"{version.policy}-v{version.version:04d}"
+
+
+def version_in(name: str) -> int:
+    """The version in a name made by `label`; 0 for any other, such as that of a server which never took weights."""
+    number = re.search(r"-v(\d+)$", name)
+    return int(number[1]) if number else 0
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -49,7 +49,11 @@ def vllm_command(
     command += ["--worker-extension-cls", EXTENSION]
     if serving.device == "cpu":
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(serving.kv_cache_gib * GIB))]
-        command += ["--max-num-seqs", str(CPU_MAX_SEQS), "--max-num-batched-tokens", str(CPU_BATCHED_TOKENS)]
+        # Whole prompts at a time: with a seeded call, vLLM 0.32 dies of a prompt taken in pieces on a CPU ("CPU
+        # Generator does not use offset"), and every call of ours carries a seed.
+        batched = max(CPU_BATCHED_TOKENS, model.max_model_len)
+        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batched)]
+        command += ["--max-num-seqs", str(CPU_MAX_SEQS)]
     else:
         command += ["--gpu-memory-utilization", str(serving.gpu_memory_utilization)]
     if serving.layout == "lora":
@@ -65,7 +69,9 @@ def vllm_environment(config: RunConfig) -> dict[str, str]:
 
     They are open to whoever reaches the port, so servers bind to 127.0.0.1 unless told otherwise.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    # The trainer's way of waiting is not for servers, which have the cores to themselves while they answer.
+    ours = ("VLLM_", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env |= {
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",

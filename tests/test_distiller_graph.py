@@ -116,6 +116,8 @@ async def test_a_refusal_of_the_distiller_is_recorded_and_admits_nothing(tmp_pat
     calls = store.rollouts(RUN, step=1, role=Role.DISTILLER)
     assert all(r.stop_reason is StopReason.INVALID and len(r.turns) == 3 for r in calls)
     assert {t.call.text for r in calls for t in r.turns} == {"I cannot help with that."}
+    # Not consolidated, since nothing was learnt from them; not pending, or the same reply would be paid for again.
+    assert {f.status for f in store.failures(RUN)} == {FailureStatus.DROPPED}
     store.close()
 
 

@@ -93,7 +93,7 @@ def test_a_dry_run_prints_configuration_and_estimate_and_starts_nothing(
     lines = out.splitlines()
     keys = [line.split(" = ")[0] for line in lines if " = " in line]
     assert keys == [key for key, _, _ in config_keys()]
-    assert {"solver.rollouts = 6", "run.steps = 2", "distiller.every = 1", 'retrieval.kind = "dense"'} <= set(lines)
+    assert {"solver.rollouts = 6", "run.steps = 2", "distiller.every = 1", 'model.path = "embedded"'} <= set(lines)
     assert "estimate for 2 step(s), as upper bounds (135 million parameters):" in lines
     for word in ("proposals", "model calls", "sampled tokens", "memory: about", "disk: up to"):
         assert word in out

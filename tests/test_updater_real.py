@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from sesa.training.logprobs import score
 from sesa.training.sequences import rollout_sequences
 from sesa.training.updater import GrpoUpdater, load_policy
 from sesa.types import PolicyVersion, Rollout
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other on busy cores take several times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def real_rollouts(model: Any, tokenizer: Any, per_group: int = 4) -> list[list[Rollout]]:
