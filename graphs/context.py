@@ -53,6 +53,10 @@ class Publisher(Protocol):
 
     async def publish(self, version: PolicyVersion) -> None: ...
 
+    async def ensure_alive(self) -> Sequence[str]:
+        """Restarts servers that died; their names. Raises ServerError where one cannot be brought back."""
+        ...
+
 
 class Stage:
     """How far the stages of a step are. This one counts and shows nothing; a front end overrides ``show``."""
@@ -77,7 +81,9 @@ class Stage:
 
 @dataclass
 class RunContext:
-    """One run's parts. ``seeds`` is the pool of target answers; the caches hold what all rollouts of a step share."""
+    """One run's parts. ``updater`` is None where training is off; ``seeds`` is the pool of target answers; the caches
+    hold what all rollouts of a step share.
+    """
 
     config: RunConfig
     run_id: str
@@ -87,7 +93,7 @@ class RunContext:
     searcher: Searcher
     seeds: Sequence[SeedAnswer]
     encoder: Encoder
-    updater: Updater
+    updater: Updater | None
     publisher: Publisher
     distiller: ChatModel | None = None
     stage: Stage = field(default_factory=Stage)

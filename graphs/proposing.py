@@ -14,7 +14,7 @@ from sesa.errors import BadReplyError, ServerError
 from sesa.graphs import names
 from sesa.graphs.context import RunContext
 from sesa.graphs.proposer import propose
-from sesa.graphs.stage import StepState, committed, fan_out, stored
+from sesa.graphs.stage import StepState, committed, fan_out, sampled, stored
 from sesa.rewards import exact_match
 from sesa.types import Answer, Check, Passage, Question, Role, Rollout, SeedAnswer, StopReason, Turn, Verdict
 from sesa.validity import evidence_mix, evidence_verdict, retrieved_evidence, run_checks
@@ -69,7 +69,7 @@ async def propose_one(state: ProposeJob, runtime: Runtime[RunContext]) -> None:
     if stored(ctx, job["id"]):
         return
     seed = ctx.store.step_seeds(ctx.run_id, job["step"])[job["seed"]]
-    rollout = await propose(ctx, job["id"], seed, job["step"], job["sample"])
+    rollout = await sampled(ctx, lambda: propose(ctx, job["id"], seed, job["step"], job["sample"]))
     ctx.store.save_rollouts(ctx.run_id, [rollout])
     ctx.stage.tick("propose")
 
@@ -119,7 +119,7 @@ async def evidence_check(ctx: RunContext, question: Question) -> Check:
     """A model that may not search answers from the question's evidence, mixed with that of other questions."""
     rollout_id = names.evidence(question.id)
     before = ctx.store.rollouts(ctx.run_id, ids=[rollout_id])
-    rollout = before[0] if before else await _read(ctx, question, rollout_id)
+    rollout = before[0] if before else await sampled(ctx, lambda: _read(ctx, question, rollout_id))
     if not before:
         ctx.store.save_rollouts(ctx.run_id, [rollout])
     answers = [turn.action.text for turn in rollout.turns if isinstance(turn.action, Answer)]

@@ -15,7 +15,7 @@ from langgraph.types import Command
 from sesa.graphs import names
 from sesa.graphs.context import RunContext
 from sesa.graphs.solver import SolveTask, solve
-from sesa.graphs.stage import StepState, committed, fan_out, stored
+from sesa.graphs.stage import StepState, committed, fan_out, sampled, stored
 from sesa.rewards import proposer_rewards, solver_rewards, substantively_wrong
 from sesa.text import comparable
 from sesa.types import Failure, Group, LoadedSkill, Question, Reward, Role, Rollout, Verdict
@@ -106,7 +106,10 @@ async def solve_one(state: SolveJob, runtime: Runtime[RunContext]) -> None:
         considered=tuple(LoadedSkill.model_validate(skill) for skill in job["considered"]),
     )
     seed = ctx.call_seed("solve", job["step"], question.id, job["sample"])
-    rollout = await solve(ctx.config, ctx.solver, ctx.searcher, task, sampling=ctx.config.solver.sampling, seed=seed)
+    sampling = ctx.config.solver.sampling
+    rollout = await sampled(
+        ctx, lambda: solve(ctx.config, ctx.solver, ctx.searcher, task, sampling=sampling, seed=seed)
+    )
     ctx.store.save_rollouts(ctx.run_id, [rollout])
     ctx.stage.tick("solve")
 
@@ -131,13 +134,16 @@ async def score(state: StepState, runtime: Runtime[RunContext]) -> None:
         )
     ctx.store.save_rewards(ctx.run_id, {key: parts for key, parts in rewards.items() if parts})
     known = [rate for rate in rates.values() if rate is not None]
+    lost = [r for r in attempts if not r.finished]
+    if lost:
+        ctx.store.log(ctx.run_id, step, "alarm", f"{len(lost)} of {len(attempts)} attempts lost: {lost[0].error}")
     ctx.store.commit_node(
         ctx.run_id,
         step,
         "solve",
         {
             "rollouts": len(attempts),
-            "lost": sum(not r.finished for r in attempts),
+            "lost": len(lost),
             "groups": len(groups),
             "frontier_groups": sum(0 < rate < 1 for rate in known),
             "success_rate": fmean(known) if known else None,

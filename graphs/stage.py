@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from langgraph.types import Command, Send
 
 from sesa.graphs.context import RunContext
+from sesa.types import Rollout, StopReason
 
 
 class StepState(TypedDict):
@@ -24,6 +25,18 @@ def committed(ctx: RunContext, step: int, node: str) -> bool:
 def stored(ctx: RunContext, rollout_id: str) -> bool:
     """Whether a rollout has been paid for already."""
     return bool(ctx.store.rollouts(ctx.run_id, ids=[rollout_id], turns=False))
+
+
+async def sampled(ctx: RunContext, sample: Callable[[], Awaitable[Rollout]]) -> Rollout:
+    """A rollout; where a server was lost over it, once more after the restart.
+
+    Raises ServerError where a server cannot be brought back: the run stops, and nothing is recorded as lost that a
+    resumed run could still get.
+    """
+    rollout = await sample()
+    if rollout.stop_reason is StopReason.BACKEND_ERROR and await ctx.publisher.ensure_alive():
+        rollout = await sample()
+    return rollout
 
 
 def fan_out(ctx: RunContext, node: str, jobs: Sequence[Mapping[str, Any]], total: int, join: str) -> Command[Any]:

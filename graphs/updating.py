@@ -30,7 +30,7 @@ def update(policy: Role) -> StepNode:
         ctx, step, name = runtime.context, state["step"], f"update_{policy}"
         if committed(ctx, step, name):
             return
-        if not ctx.config.training.enabled:
+        if ctx.updater is None:
             ctx.store.commit_node(ctx.run_id, step, name, {"enabled": False})
             return
         ctx.stage.start(name, 1)

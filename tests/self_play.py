@@ -159,6 +159,9 @@ class ScriptedPublisher:
     async def publish(self, version: PolicyVersion) -> None:
         self.models[version.policy].version = version.version
 
+    async def ensure_alive(self) -> Sequence[str]:
+        return []
+
 
 def open_context(config: RunConfig, store: Store) -> RunContext:
     """The run as it stands in the store, created on first use."""

@@ -123,6 +123,12 @@ async def test_publish_kill_and_restart(model_dir: Path, tmp_path: Path) -> None
         one, same, other = [await solver.generate(QUESTION, sampling=warm, seed=s) for s in (3, 3, 4)]
         assert one.token_ids == same.token_ids != other.token_ids
 
+        # More prompt tokens at once than one batch takes, each call with a seed: a prompt must not be split.
+        many = [(Message(role="user", content=f"Case {n}. {QUESTION[0].content}"),) for n in range(12)]
+        short = SamplingSection(max_tokens=4)
+        calls = await asyncio.gather(*(proposer.generate(m, sampling=short, seed=n) for n, m in enumerate(many)))
+        assert sum(len(call.prompt_ids) for call in calls) > 2 * 4096
+
         # Publication: seen at once, nothing stale, the other policy's server untouched bit for bit.
         await serving.publish(new)
         after = await ask(solver)

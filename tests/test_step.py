@@ -5,15 +5,17 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from self_play import RUN, play, scripted_config
+from self_play import RUN, ScriptedPublisher, play, scripted_config, solver_script
 
+from sesa.errors import ServerError
 from sesa.graphs.consolidating import step_metrics
 from sesa.graphs.step import NODES
 from sesa.skills import Bank
-from sesa.types import FailureStatus, Role, StopReason, Verdict
+from sesa.types import FailureStatus, Message, Role, StopReason, Verdict
 
 TIMES = {"at", "created", "updated", "applied"}
 SCRIPT = Path(__file__).with_name("self_play.py")
@@ -152,3 +154,54 @@ async def test_metrics_are_recomputed_from_rows(tmp_path: Path) -> None:
     attempts = ctx.store.rollouts(RUN, step=2, role=Role.SOLVER)
     success = sum(r.reward("correct") or 0 for r in attempts) / len(attempts)
     assert ctx.store.metrics(RUN)[2]["solver/success"] == pytest.approx(success)
+
+
+class Outage:
+    """A solver whose server is gone from the ``first`` call on, for ``calls`` calls."""
+
+    def __init__(self, first: int, calls: int) -> None:
+        self.first, self.last, self.count = first, first + calls, 0
+
+    def __call__(self, messages: Sequence[Message], seed: int) -> str:
+        self.count += 1
+        if self.first <= self.count < self.last:
+            raise ServerError("http://127.0.0.1:1: connection refused")
+        return solver_script(messages, seed)
+
+
+async def test_a_server_that_cannot_come_back_stops_the_run_and_loses_nothing(
+    tmp_path: Path, uninterrupted: dict[str, list[tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dead(self: ScriptedPublisher) -> Sequence[str]:
+        raise ServerError("solver: its server died 3 times (serving.restarts)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedPublisher, "ensure_alive", dead)
+        patch.setattr("self_play.solver_script", Outage(20, 10**6))
+        with pytest.raises(ServerError, match="died 3 times"):
+            await play(tmp_path, STEPS)
+    await play(tmp_path, STEPS)
+    assert rows(tmp_path / "sesa.sqlite") == uninterrupted
+
+
+async def test_a_restarted_server_gets_the_lost_rollouts_again(
+    tmp_path: Path, uninterrupted: dict[str, list[tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def restarted(self: ScriptedPublisher) -> Sequence[str]:
+        return ["solver"]
+
+    monkeypatch.setattr(ScriptedPublisher, "ensure_alive", restarted)
+    monkeypatch.setattr("self_play.solver_script", Outage(20, 1))
+    await play(tmp_path, STEPS)
+    assert rows(tmp_path / "sesa.sqlite") == uninterrupted
+
+
+async def test_a_rollout_lost_in_passing_is_recorded_and_enters_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("self_play.solver_script", Outage(20, 2))
+    ctx = await play(tmp_path, 1)
+    lost = [r for r in ctx.store.rollouts(RUN) if not r.finished]
+    assert lost
+    assert all(r.stop_reason is StopReason.BACKEND_ERROR and "refused" in (r.error or "") for r in lost)
+    assert not any(r.rewards for r in lost)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sesa.config import RunConfig, config_keys, load_config, stored_config, toml_value
 from sesa.consolidation import prime
@@ -34,6 +34,9 @@ from sesa.training.estimate import describe, estimate
 from sesa.training.facts import run_facts
 from sesa.training.report import step_report
 from sesa.types import PolicyVersion, SeedAnswer
+
+if TYPE_CHECKING:
+    from sesa.training.updater import GrpoUpdater
 
 HEARTBEAT_S = 10.0
 
@@ -224,6 +227,11 @@ async def play(
         plan = prime(config.bank)
         if not plan.empty:
             store.commit_bank(run_id, step=0, base_version=0, events=plan.events, skills=plan.skills)
+    if "finish" in store.nodes(run_id, config.run.steps) and (solver_trained(store, run_id) or not until_trained):
+        console.say(f"all {config.run.steps} step(s) are done; for more: --resume {run_id} --steps N")
+        store.set_run_status(run_id, "finished")
+        return
+    updater = make_updater(config, folder)  # refuses what it cannot train before servers are started
     versions = {str(p): served_version(store, run_id, str(p)) for p in POLICIES}
     async with (
         open_parts(
@@ -239,9 +247,6 @@ async def play(
         open_graph(folder / "checkpoints.sqlite") as graph,
         heartbeats(store, run_id, console),
     ):
-        from sesa.training.updater import GrpoUpdater  # torch and trl load here, beside the servers' start
-
-        updater = GrpoUpdater(config, folder)
         context = RunContext(
             config=config,
             run_id=run_id,
@@ -262,14 +267,24 @@ async def play(
                 console.begin(f"step {step} ")
                 await run_step(graph, context, step)
                 console.close()
-                for policy in POLICIES:
-                    updater.prune(policy, protect=[served_version(store, run_id, str(policy)).version])
+                if updater is not None:
+                    for policy in POLICIES:
+                        updater.prune(policy, protect=[served_version(store, run_id, str(policy)).version])
             print(step_report(store, run_id, step), flush=True)
             if step == last and last < config.run.steps + until_trained and not solver_trained(store, run_id):
                 console.say(f"the solver was not trained in {last} step(s): going on to another one")
                 last += 1
             step += 1
     store.set_run_status(run_id, "finished")
+
+
+def make_updater(config: RunConfig, folder: Path) -> GrpoUpdater | None:
+    """The trainer, None where training is off. Imports torch and trl, which takes some seconds."""
+    if not config.training.enabled:
+        return None
+    from sesa.training.updater import GrpoUpdater
+
+    return GrpoUpdater(config, folder)
 
 
 def read_pool(config: RunConfig, console: StageConsole) -> tuple[Corpus | None, list[SeedAnswer]]:
