@@ -14,6 +14,9 @@ from sesa.errors import BadReplyError
 from sesa.llm import ChatModel, Template
 from sesa.types import Failure, Message, ModelCall, Rollout, Search, Skill
 
+EVIDENCE_SHOWN = 3
+"""Passages that the question was made from; more only lengthen the prompt."""
+
 
 @dataclass(frozen=True)
 class Distillation:
@@ -66,6 +69,8 @@ def case_text(failure: Failure, rollout: Rollout, passage_words: int) -> str:
         f"Right answer: {failure.target}",
         f"Given answer: {failure.prediction or 'none'}",
     ]
+    fitting = f"{failure.question} {failure.target}"
+    lines += [f"Evidence: {passage_line(p, passage_words, fitting)}" for p in failure.evidence[:EVIDENCE_SHOWN]]
     for turn in rollout.turns:
         if isinstance(turn.action, Search):
             lines.append(f"Search: {turn.action.query}")

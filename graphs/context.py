@@ -53,8 +53,11 @@ class Publisher(Protocol):
 
     async def publish(self, version: PolicyVersion) -> None: ...
 
-    async def ensure_alive(self) -> Sequence[str]:
-        """Restarts servers that died; their names. Raises ServerError where one cannot be brought back."""
+    async def ensure_alive(self, since: float | None = None) -> Sequence[str]:
+        """Restarts servers that died; their names, and those of servers restarted after the monotonic time ``since``.
+
+        Raises ServerError where one cannot be brought back.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from langgraph.runtime import Runtime
 
 from sesa.agents.distiller import distil
 from sesa.config import SamplingSection
-from sesa.errors import BadReplyError, ServerError
+from sesa.errors import BadReplyError, ContextOverflowError, ServerError
 from sesa.llm import ChatModel
 from sesa.types import Answer, Failure, Invalid, Rollout, Skill, StopReason, Turn
 
@@ -35,6 +35,7 @@ class DistilState(TypedDict, total=False):
     turns: tuple[Turn, ...]
     candidates: tuple[Skill, ...]
     problem: str | None
+    hopeless: bool
     error: str | None
 
 
@@ -52,6 +53,8 @@ async def attempt(state: DistilState, runtime: Runtime[DistilContext]) -> Distil
             seed=ctx.seed + len(turns),
             passage_words=ctx.passage_words,
         )
+    except ContextOverflowError as error:  # it will never fit: recorded as out of form, not tried again for ever
+        return {"turns": turns, "problem": str(error), "hopeless": True}
     except (ServerError, BadReplyError) as error:
         return {"error": str(error), "problem": None}
     action = Answer(text=found.call.text) if found.problem is None else Invalid(reason=found.problem)
@@ -60,7 +63,7 @@ async def attempt(state: DistilState, runtime: Runtime[DistilContext]) -> Distil
 
 
 def _again(state: DistilState, runtime: Runtime[DistilContext]) -> Literal["attempt", "__end__"]:
-    if state.get("error") or state["problem"] is None:
+    if state.get("error") or state.get("hopeless") or state["problem"] is None:
         return "__end__"
     return "attempt" if len(state["turns"]) < runtime.context.tries else "__end__"
 

@@ -54,11 +54,13 @@ def choose_seeds(ctx: RunContext, step: int) -> list[SeedAnswer]:
     """The step's share of the pool: the pool is walked through in a shuffled order, a new one each time round."""
     n, pool = ctx.config.proposer.seeds, ctx.seeds
     chosen: dict[str, SeedAnswer] = {}
+    orders: dict[int, list[SeedAnswer]] = {}
     for position in range((step - 1) * n, step * n):
         round_, place = divmod(position, len(pool))
-        order = list(range(len(pool)))
-        random.Random(f"{ctx.config.run.seed}:seeds:{round_}").shuffle(order)
-        chosen.setdefault(pool[order[place]].id, pool[order[place]])
+        if round_ not in orders:
+            orders[round_] = random.Random(f"{ctx.config.run.seed}:seeds:{round_}").sample(pool, len(pool))
+        seed = orders[round_][place]
+        chosen.setdefault(seed.id, seed)
     return list(chosen.values())
 
 

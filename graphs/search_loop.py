@@ -1,9 +1,10 @@
-"""The rollout of a searching policy as a state machine: act → (search | correct) → act … until it ends.
+"""The rollout of a searching policy as a state machine. Each node is one turn, named by what comes before its reply.
 
-    START → act → search → act
-              ↘ correct → act
-              ↘ END
+    START → act → search → search → END
+              ↘ correct ↗
 
+Nodes without a turn of their own would only add supersteps, and with replies of a few milliseconds it is the
+supersteps that a rollout pays for (`benchmarks/rollout_overhead.py`).
 Errors of a server end this rollout and are recorded on it; they never reach its siblings.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from langgraph.graph import END, START, StateGraph
+from langgraph.graph import START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import Command
@@ -56,9 +57,36 @@ class LoopState(TypedDict):
     progress: Progress
 
 
-async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["search", "correct", "__end__"]]:
-    """One assistant turn."""
+Next = Command[Literal["search", "correct", "__end__"]]
+
+
+async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> Next:
+    """The first turn."""
+    return await _turn(runtime.context, state["progress"])
+
+
+async def search(state: LoopState, runtime: Runtime[RolloutContext]) -> Next:
+    """Answer a search with passages, then the next turn."""
     ctx, so_far = runtime.context, state["progress"]
+    action = so_far.turns[-1].action
+    assert isinstance(action, Search)
+    try:
+        hits = await ctx.searcher.search(action.query, ctx.top_k)
+    except (ServerError, BadReplyError) as error:
+        return _ended(so_far, StopReason.BACKEND_ERROR, error)
+    return await _turn(ctx, _observed(so_far, ctx.agent.observe(hits, action.query), tuple(hits)))
+
+
+async def correct(state: LoopState, runtime: Runtime[RolloutContext]) -> Next:
+    """Answer a malformed turn with a short correction, then the next turn."""
+    ctx, so_far = runtime.context, state["progress"]
+    action = so_far.turns[-1].action
+    assert isinstance(action, Invalid)
+    return await _turn(ctx, _observed(so_far, ctx.agent.correct(action.reason)))
+
+
+async def _turn(ctx: RolloutContext, so_far: Progress) -> Next:
+    """Sample a reply; its action says where to go."""
     try:
         call, action = await ctx.agent.act(ctx.policy, so_far.conversation, ctx.sampling, ctx.seed + len(so_far.turns))
     except ContextOverflowError as error:
@@ -73,36 +101,16 @@ async def act(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Lit
     return Command(goto=then, update={"progress": replace(so_far, turns=turns, stop=stop)})
 
 
-async def search(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["act", "__end__"]]:
-    """Answer a search with passages."""
-    ctx, so_far = runtime.context, state["progress"]
-    turn = so_far.turns[-1]
-    assert isinstance(turn.action, Search)
-    try:
-        hits = await ctx.searcher.search(turn.action.query, ctx.top_k)
-    except (ServerError, BadReplyError) as error:
-        return _ended(so_far, StopReason.BACKEND_ERROR, error)
-    return _observed(so_far, ctx.agent.observe(hits, turn.action.query), tuple(hits))
+def _ended(so_far: Progress, stop: StopReason, error: Exception) -> Next:
+    return Command(goto="__end__", update={"progress": replace(so_far, stop=stop, error=str(error))})
 
 
-async def correct(state: LoopState, runtime: Runtime[RolloutContext]) -> Command[Literal["act"]]:
-    """Answer a malformed turn with a short correction."""
-    so_far = state["progress"]
-    action = so_far.turns[-1].action
-    assert isinstance(action, Invalid)
-    return _observed(so_far, runtime.context.agent.correct(action.reason))
-
-
-def _ended(so_far: Progress, stop: StopReason, error: Exception) -> Command[Any]:
-    return Command(goto=END, update={"progress": replace(so_far, stop=stop, error=str(error))})
-
-
-def _observed(so_far: Progress, observation: str, hits: tuple[Hit, ...] = ()) -> Command[Any]:
+def _observed(so_far: Progress, observation: str, hits: tuple[Hit, ...] = ()) -> Progress:
     turn = so_far.turns[-1]
     conversation = so_far.conversation.after(turn.call, observation)
     shown = conversation.messages[-1].content  # as the policy sees it, special tokens broken up
     turns = (*so_far.turns[:-1], turn.model_copy(update={"hits": hits, "observation": shown}))
-    return Command(goto="act", update={"progress": replace(so_far, conversation=conversation, turns=turns)})
+    return replace(so_far, conversation=conversation, turns=turns)
 
 
 def _stop(turns: tuple[Turn, ...], max_turns: int) -> StopReason | None:
@@ -132,7 +140,7 @@ def build(name: str) -> CompiledStateGraph[Any, Any, Any, Any]:
 
 async def run_loop(graph: CompiledStateGraph[Any, Any, Any, Any], context: RolloutContext) -> Rollout:
     """Run one rollout to its end and return its record."""
-    limit = 2 * context.max_turns + 2  # supersteps: a turn and its observation, start and end
+    limit = context.max_turns + 2  # supersteps: the turns, start and end
     start: LoopState = {"progress": Progress(context.agent.open(context.policy.template))}
     ended: Progress = (await graph.ainvoke(start, {"recursion_limit": limit}, context=context))["progress"]
     return context.base.model_copy(update={"turns": ended.turns, "stop_reason": ended.stop, "error": ended.error})

@@ -15,7 +15,7 @@ from langgraph.types import Command
 from sesa.graphs import names
 from sesa.graphs.context import RunContext
 from sesa.graphs.solver import SolveTask, solve
-from sesa.graphs.stage import StepState, committed, fan_out, sampled, stored
+from sesa.graphs.stage import StepState, committed, fan_out, log_once, sampled, stored
 from sesa.rewards import proposer_rewards, solver_rewards, substantively_wrong
 from sesa.text import comparable
 from sesa.types import Failure, Group, LoadedSkill, Question, Reward, Role, Rollout, Verdict
@@ -37,11 +37,11 @@ async def validated(state: StepState, runtime: Runtime[RunContext]) -> Command[A
         refused = Counter(q.refused_by for q in questions if q.status is Verdict.FAIL)
         unknown = sum(q.status is Verdict.UNKNOWN for q in questions)
         valid = sum(q.status is Verdict.PASS for q in questions)
-        counts = {"valid": valid, "refused": dict(refused), "set_aside": unknown}
-        ctx.store.commit_node(ctx.run_id, step, "validate", counts)
         if questions and not valid:
             worst = ", ".join(f"{name} {count}" for name, count in refused.most_common())
-            ctx.store.log(ctx.run_id, step, "alarm", f"no valid question of {len(questions)}; refused by: {worst}")
+            log_once(ctx, step, "alarm", f"no valid question of {len(questions)}; refused by: {worst}")
+        counts = {"valid": valid, "refused": dict(refused), "set_aside": unknown}
+        ctx.store.commit_node(ctx.run_id, step, "validate", counts)
     chosen = questions_to_solve(ctx, questions)
     considered = await skills_for(ctx, step, chosen)
     done = ctx.store.rollout_ids(ctx.run_id, step=step, role=Role.SOLVER)
@@ -136,7 +136,7 @@ async def score(state: StepState, runtime: Runtime[RunContext]) -> None:
     known = [rate for rate in rates.values() if rate is not None]
     lost = [r for r in attempts if not r.finished]
     if lost:
-        ctx.store.log(ctx.run_id, step, "alarm", f"{len(lost)} of {len(attempts)} attempts lost: {lost[0].error}")
+        log_once(ctx, step, "alarm", f"{len(lost)} of {len(attempts)} attempts lost: {lost[0].error}")
     ctx.store.commit_node(
         ctx.run_id,
         step,
@@ -172,8 +172,8 @@ async def collect(state: StepState, runtime: Runtime[RunContext]) -> None:
         ctx.store.questions(ctx.run_id, step=step), ctx.store.rollouts(ctx.run_id, step=step, role=Role.SOLVER)
     )
     failures = [failure for group in groups for failure in frontier_failures(group)]
-    dropped = ctx.store.save_failures(ctx.run_id, failures, ctx.config.distiller.queue)
-    ctx.store.commit_node(ctx.run_id, step, "collect", {"failures": len(failures), "dropped_from_queue": dropped})
+    ctx.store.save_failures(ctx.run_id, failures, ctx.config.distiller.queue)
+    ctx.store.commit_node(ctx.run_id, step, "collect", {"failures": len(failures)})
 
 
 def frontier_failures(group: Group) -> list[Failure]:

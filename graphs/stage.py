@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -33,10 +34,21 @@ async def sampled(ctx: RunContext, sample: Callable[[], Awaitable[Rollout]]) -> 
     Raises ServerError where a server cannot be brought back: the run stops, and nothing is recorded as lost that a
     resumed run could still get.
     """
+    began = time.monotonic()
     rollout = await sample()
-    if rollout.stop_reason is StopReason.BACKEND_ERROR and await ctx.publisher.ensure_alive():
-        rollout = await sample()
+    if rollout.stop_reason is StopReason.BACKEND_ERROR:
+        restarted = await ctx.publisher.ensure_alive(began)
+        for name in restarted:
+            log_once(ctx, rollout.step, "restart", f"{name}: its server died and was started again")
+        if restarted:
+            rollout = await sample()
     return rollout
+
+
+def log_once(ctx: RunContext, step: int, kind: str, message: str) -> None:
+    """A line in the run's log, not repeated when the node that writes it runs again."""
+    if all(entry.message != message for entry in ctx.store.log_entries(ctx.run_id, step=step, kind=kind)):
+        ctx.store.log(ctx.run_id, step, kind, message)
 
 
 def fan_out(ctx: RunContext, node: str, jobs: Sequence[Mapping[str, Any]], total: int, join: str) -> Command[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Protocol
 
 from langgraph.runtime import Runtime
@@ -74,18 +75,26 @@ def served_version(store: Store, run_id: str, policy: str) -> PolicyVersion:
     return max(published, key=lambda v: v.version)
 
 
+def relocate(store: Store, run_id: str, folder: Path, model_dir: Path) -> None:
+    """Follow a run whose folder, or whose starting model, lies elsewhere now: the store's paths are set right."""
+    for version in store.versions(run_id):
+        now = folder / "weights" / version.policy / f"v{version.version:04d}" if version.version else model_dir
+        if not Path(version.path).exists() and now.exists():
+            store.save_version(run_id, version.model_copy(update={"path": str(now)}))
+
+
 async def publish(state: StepState, runtime: Runtime[RunContext]) -> None:
     """Have the servers serve what was trained in this step."""
     ctx, step = runtime.context, state["step"]
     if committed(ctx, step, "publish"):
         return
-    counts: dict[str, int] = {}
+    published: dict[str, int] = {}
     ctx.stage.start("publish", len(POLICIES))
     for policy in POLICIES:
         newest = max(ctx.store.versions(ctx.run_id, str(policy)), key=lambda v: v.version)
         if newest.step == step and newest.version > 0:
             await ctx.publisher.publish(newest)
             ctx.store.save_version(ctx.run_id, newest.model_copy(update={"published": True}))
-        counts[str(policy)] = newest.version
+            published[str(policy)] = newest.version
         ctx.stage.tick("publish")
-    ctx.store.commit_node(ctx.run_id, step, "publish", counts)
+    ctx.store.commit_node(ctx.run_id, step, "publish", {"published": published})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects before the young are looked through; Python's own 700 is reached several times within a rollout.
-YOUNG_OBJECTS = 10_000
+YOUNG_OBJECTS = 50_000
 
 
 @contextmanager

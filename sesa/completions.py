@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from sesa.config import SamplingSection
-from sesa.errors import BadReplyError, ContextOverflowError, ServerBusyError, ServerError
+from sesa.errors import BadReplyError, ContextOverflowError, ServerBusyError, ServerError, TransitError
 from sesa.types import Message, ModelCall, Usage
 
 # Worth another try: the server is busy, or something between it and us failed.
 BUSY_STATUS = frozenset({429, 502, 503, 504})
+
+# Replies that the server broke off (a request aborted, an engine that failed): no sample of the policy.
+BROKEN_OFF = ("abort", "error", None)
 
 # vLLM's words for a prompt over the context, and for one that fills it: no request of ours asks for 0 tokens.
 _CONTEXT_FULL = ("maximum context length", "max_tokens must be at least 1, got 0")
@@ -69,7 +72,7 @@ def read_completion(
     """The record of one parsed reply.
 
     Raises BadReplyError naming ``url`` and the field where anything promised is missing, of another length, not a
-    finite number, or where the server saw another prompt than was sent.
+    finite number, or where the server saw another prompt than was sent; TransitError where the server broke it off.
     """
     if not isinstance(reply, dict):
         raise BadReplyError(f"{url}: the reply is a JSON {type(reply).__name__}, not an object; is this a vLLM server?")
@@ -114,6 +117,11 @@ def build_call(
     latency_s: float,
 ) -> ModelCall:
     """Checks the fields of a reply and makes the record; raises as `read_completion` does."""
+    if finish_reason in BROKEN_OFF:
+        # First of all, because such a reply may lack its ids as well.
+        raise TransitError(f"{url}: the reply was broken off by the server (finish_reason {_short(finish_reason)})")
+    if finish_reason not in ("stop", "length"):
+        raise BadReplyError(f"{url}: finish_reason: stop or length expected, got {_short(finish_reason)}")
     if prompt_ids != sent_ids:
         _ids(url, "prompt_token_ids", prompt_ids)
         raise BadReplyError(f"{url}: prompt_token_ids: {len(prompt_ids)} ids that are not the {len(sent_ids)} ids sent")
@@ -129,11 +137,6 @@ def build_call(
             )
     if not isinstance(text, str):
         raise BadReplyError(f"{url}: text: a string expected, got {_short(text)}")
-    if finish_reason not in ("stop", "length"):
-        # "abort" and null are replies that the server broke off; they are no sample of the policy.
-        raise ServerError(
-            f"{url}: the reply was broken off by the server (finish_reason {_short(finish_reason)}); try again"
-        )
     if completion_tokens is not None and completion_tokens != len(token_ids):
         raise BadReplyError(
             f"{url}: usage counts {_short(completion_tokens)} sampled tokens but there are {len(token_ids)}"

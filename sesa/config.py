@@ -56,6 +56,7 @@ class ServingSection(Section):
 class CorpusSection(Section):
     path: str = Field("embedded", description='"embedded", a JSONL file of passages, or a Wikipedia XML dump')
     seeds: str = Field("", description="JSONL of seed answers; empty: extracted from the corpus")
+    seed_pattern: str = Field("", description="regular expression that a seed answer must match as a whole; empty: all")
     skip_bad: bool = Field(False, description="skip unusable rows instead of stopping")
     cache: str = Field("", description="folder of indexes and converted models; empty: ~/.cache/sesa")
 
@@ -81,10 +82,6 @@ class ProposerSection(Section):
     max_turns: int = Field(10, ge=1, description="assistant turns of a proposal")
     prompt: str = Field("proposer", description="name of the prompt file")
     sampling: SamplingSection = SamplingSection()
-    opening_search: bool = Field(
-        False,
-        description="the first query is the seed answer, issued by the environment: for models that cannot start",
-    )
 
 
 class SolverSection(Section):
@@ -93,7 +90,6 @@ class SolverSection(Section):
     prompt: str = Field("solver", description="name of the prompt file")
     sampling: SamplingSection = SamplingSection()
     questions: int = Field(0, ge=0, description="most questions solved per step; 0: every valid one")
-    opening_search: bool = Field(False, description="the first query is the question itself, issued by the environment")
 
 
 class ValiditySection(Section):
@@ -135,7 +131,9 @@ class DistillerSection(Section):
     queue: int = Field(300, ge=1, description="most pending failures; the oldest is dropped first")
     retries: int = Field(2, ge=0, description="further tries after malformed output")
     failures_per_call: int = Field(1, ge=1, description="failures put in front of the distiller at once")
-    endpoint: str = Field("policy", description='"policy" (the solver\'s server, base weights) or a LiteLLM model name')
+    endpoint: str = Field(
+        "policy", description='"policy" (the solver\'s server, with the weights of now) or a LiteLLM model name'
+    )
     api_base: str = Field("", description="base URL of an OpenAI-compatible endpoint")
     api_key_env: str = Field("", description="environment variable that holds the key")
     sampling: SamplingSection = SamplingSection(temperature=0.7, max_tokens=384)
@@ -187,8 +185,8 @@ class RunConfig(Section):
             raise ValueError('retrieval.url must be set for retrieval.kind = "http"')
         if self.reward.low >= self.reward.high:
             raise ValueError("reward.low must be below reward.high")
-        if self.judge.enabled and not self.judge.endpoint:
-            raise ValueError("judge.endpoint must be set for judge.enabled = true")
+        if self.judge.enabled:
+            raise ValueError("judge.enabled: the judge does not take part in runs yet; leave it false")
         if self.validity.min_chars > self.validity.max_chars:
             raise ValueError("validity.min_chars must not exceed validity.max_chars")
         return self

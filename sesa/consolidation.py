@@ -1,7 +1,7 @@
 """The bank's change at a step boundary, planned as a pure function of the bank, the step's rollouts and the candidates.
 
 The store commits a plan in one transaction under a compare-and-set on ``base_version``, once per step; so credit is
-counted once also when a step is resumed. Order of a plan: credit, retire, admit, evict (ALGORITHM section 6).
+counted once also when a step is resumed. Order of a plan: credit, retire, admit, evict (arXiv 2607.29468).
 """
 
 from __future__ import annotations

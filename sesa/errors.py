@@ -39,6 +39,10 @@ class ServerBusyError(ServerError):
     """The server refused the call for now (429, 503); trying again later is right."""
 
 
+class TransitError(ServerError):
+    """A call did not reach its server, or the reply did not come back whole: the server may have died; try again."""
+
+
 class ContextOverflowError(ServerError):
     """The prompt leaves no room for a reply in the model's context; the rollout ends, the server is well."""
 

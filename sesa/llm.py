@@ -1,7 +1,7 @@
 """Model calls. One protocol, four implementations:
 
 - `PolicyClient`: a trained policy on its vLLM server, token ids and log-probabilities kept;
-- `OpenAIPolicyClient`: the same over the official library;
+- `OpenAIPolicyClient`: the same over the official library, for the benchmark that compares the two;
 - `RouterModel`: judge and distiller on any endpoint that LiteLLM speaks to, text only;
 - `ScriptedModel`: a function in the place of a model, for tests.
 """

@@ -1,6 +1,7 @@
 """The policy client on the official OpenAI library: same interface and checks as `PolicyClient`, more overhead.
 
-For servers behind a gateway that only the library can talk to, and for the comparison in the benchmark.
+No configuration selects it: runs use `PolicyClient`. It is the other arm of the comparison that
+`benchmarks/rollout_overhead.py` makes, and is held to the same tests, so that the comparison is of equals.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sesa.completions import build_call, refusal
-from sesa.errors import BadReplyError, ServerError
-from sesa.policy_client import PolicyClient, TransitError
+from sesa.errors import BadReplyError, TransitError
+from sesa.policy_client import PolicyClient, SilenceError
 from sesa.types import Message, ModelCall
 
 # What the library knows by name; the rest of a request goes through extra_body.
@@ -43,7 +44,7 @@ class OpenAIPolicyClient(PolicyClient):
         try:
             reply = await self._library.completions.create(**named, extra_body=extra)
         except openai.APITimeoutError:
-            raise ServerError(
+            raise SilenceError(
                 f"{self.url}: no reply within {self.timeout_s:g} s; raise serving.request_timeout_s or look at its log"
             ) from None
         except openai.APIStatusError as error:

@@ -19,7 +19,7 @@ import orjson
 from sesa.chat_template import Template
 from sesa.completions import completion_request, read_completion, refusal
 from sesa.config import SamplingSection
-from sesa.errors import BadReplyError, ConfigError, ServerBusyError, ServerError
+from sesa.errors import BadReplyError, ConfigError, ServerBusyError, ServerError, TransitError
 from sesa.types import Message, ModelCall
 
 # Longest pause between two tries of one call, in seconds.
@@ -27,8 +27,8 @@ MAX_BACKOFF_S = 8.0
 CONNECT_TIMEOUT_S = 10.0
 
 
-class TransitError(ServerError):
-    """The call did not reach the server or its reply did not arrive whole; the server may have died."""
+class SilenceError(TransitError):
+    """No reply within the limit. Tried again only where the server has come back since: it would take as long."""
 
 
 class PolicyClient:
@@ -102,6 +102,8 @@ class PolicyClient:
                     failures += 1
                     if self._recover is not None and await self._recover(started):
                         began, failures = started, 0
+                    elif isinstance(error, SilenceError):
+                        raise
                     elif failures > self.retries:
                         waited = time.monotonic() - began
                         raise ServerError(f"{error} (tried {failures} times in {waited:.0f} s)") from None
@@ -191,8 +193,10 @@ class PolicyClient:
         try:
             async with self._session.post(self.url, data=data) as response:
                 return response.status, await response.read()
+        except aiohttp.ConnectionTimeoutError:
+            raise TransitError(f"{self.url}: no connection within {CONNECT_TIMEOUT_S:g} s; is it reachable?") from None
         except TimeoutError:
-            raise ServerError(
+            raise SilenceError(
                 f"{self.url}: no reply within {self.timeout_s:g} s; raise serving.request_timeout_s or look at its log"
             ) from None
         except aiohttp.InvalidURL:

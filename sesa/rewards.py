@@ -16,7 +16,7 @@ _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
     """1.0 where the normalised prediction equals any normalised gold, else 0.0; None (no answer) scores 0.0.
 
-    Formula: SQuAD 1.1 (arXiv 1606.05250), maximum over the target and its aliases (ALGORITHM section 4).
+    Formula: SQuAD 1.1 (arXiv 1606.05250), maximum over the target and its aliases (arXiv 2607.29468).
     Raises TypeError where ``golds`` is one string instead of a list of them, ValueError where it is empty.
     """
     _check_golds(golds)
@@ -37,7 +37,7 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
 def frontier(p: float | None, low: float, high: float, penalty: float) -> Reward | None:
     """Proposer reward for a question that its solver group answered with success rate ``p``.
 
-    Formula (SESA, arXiv 2607.29468; ALGORITHM section 5): -penalty where p is 0 or 1, else 4 (low + p)(high - p).
+    Formula (SESA, arXiv 2607.29468): -penalty where p is 0 or 1, else 4 (low + p)(high - p).
     None where p is None: fewer than two rollouts finished, so there is nothing to reward.
     """
     if p is None:
@@ -92,7 +92,7 @@ def well_formed(rollout: Rollout) -> bool:
 
 
 def substantively_wrong(rollout: Rollout) -> bool:
-    """Whether a scored solver rollout failed in substance: such rollouts are distilled (ALGORITHM section 6).
+    """Whether a scored solver rollout failed in substance: such rollouts are distilled (arXiv 2607.29468).
 
     True for a wrong answer and for a search that used up its turns. False for a correct rollout, and for one that
     failed in form: malformed to the end, cut off, or lost to the backend. Raises ValueError where the rollout is

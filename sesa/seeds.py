@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from sesa.chunking import sentences
 from sesa.config import CorpusSection
 from sesa.corpus import Corpus, Progress
+from sesa.errors import ConfigError
 from sesa.files import cache_folder, locked
 from sesa.jsonl import read_rows, text_field, write_rows
 from sesa.types import Passage, SeedAnswer
@@ -74,13 +75,27 @@ def load_seeds(section: CorpusSection, corpus: Corpus, progress: Progress | None
     Raises NotFoundError and DataError (file, line, reason, remedy).
     """
     if section.seeds:
-        return read_seeds(Path(section.seeds).expanduser(), skip_bad=section.skip_bad)
+        return matching(read_seeds(Path(section.seeds).expanduser(), skip_bad=section.skip_bad), section)
     cached = cache_folder(section.cache) / "seeds" / f"{corpus.fingerprint[:16]}-v{VERSION}.jsonl"
     if not cached.is_file():
         with locked(cached.with_suffix(".lock")):
             if not cached.is_file():
                 write_rows(cached, (seed.model_dump(mode="json") for seed in extract_seeds(corpus, progress=progress)))
-    return read_seeds(cached)
+    return matching(read_seeds(cached), section)
+
+
+def matching(seeds: list[SeedAnswer], section: CorpusSection) -> list[SeedAnswer]:
+    """The seeds that ``seed_pattern`` lets through. Raises ConfigError for a bad pattern and where none is left."""
+    if not section.seed_pattern:
+        return seeds
+    try:
+        pattern = re.compile(section.seed_pattern)
+    except re.error as error:
+        raise ConfigError(f"corpus.seed_pattern: {section.seed_pattern!r}: {error}") from None
+    chosen = [seed for seed in seeds if pattern.fullmatch(seed.answer)]
+    if not chosen:
+        raise ConfigError(f"corpus.seed_pattern: {section.seed_pattern!r} matches none of {len(seeds)} seed answers")
+    return chosen
 
 
 def read_seeds(path: Path, *, skip_bad: bool = False) -> list[SeedAnswer]:

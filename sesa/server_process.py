@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -183,7 +184,7 @@ def free_ports(host: str, first: int, count: int) -> list[int]:
             try:
                 probe.bind((host, port))
             except (OSError, OverflowError) as error:
-                if port and isinstance(error, OSError) and error.errno == 98:
+                if port and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                     raise BusyError(f"{host}:{port}: in use; end what listens there or set serving.port") from None
                 raise ServerError(f"serving.host, serving.port: cannot bind {host}:{port}: {error}") from None
         return [probe.getsockname()[1] for probe in held]

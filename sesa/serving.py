@@ -41,6 +41,9 @@ class _Server:
     control: ServerControl
     process: ServerProcess | None = None
     restarts: int = 0
+    # When it was last given the weights it had lost, by the monotonic clock; of an attached server, which has no
+    # process that would say when it became ready.
+    restored_at: float = 0.0
     # Held while the server is started or its weights change.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -167,15 +170,18 @@ class Serving:
 
     # ------------------------------------------------------------------------------------------------- staying alive
 
-    async def ensure_alive(self) -> list[str]:
+    async def ensure_alive(self, since: float | None = None) -> list[str]:
         """Restarts, with the weights they served, the servers that have died; returns their names.
 
-        Raises ServerError where one has died more often than serving.restarts, or an attached one does not answer.
+        With ``since`` (``time.monotonic()`` before a call that failed) also the names of those that somebody else
+        found dead and that have come back after it: what one outage cost is then made good for every caller. Raises ServerError where one has died more often than serving.restarts, or an attached one does not answer.
         """
         restarted = []
         for server in self._servers:
             async with server.lock:
                 if server.process and server.process.alive and await healthy(server.url):
+                    if since is not None and server.process.ready_at > since:
+                        restarted.append(server.name)
                     continue
                 if server.process:
                     await self._restart(server)
@@ -190,6 +196,9 @@ class Serving:
             if replaceable and await server.control.weight_version() != label(version):
                 # Somebody restarted it, and it serves the weights it was started with.
                 await self.publish(version)
+                server.restored_at = time.monotonic()
+                restarted.append(server.name)
+            elif since is not None and server.restored_at > since:
                 restarted.append(server.name)
         return restarted
 

@@ -289,7 +289,7 @@ class Group(Record):
     def success_rate(self) -> float | None:
         """Share of finished rollouts whose "correct" reward is 1; None with fewer than two finished rollouts.
 
-        Rollouts lost to backend errors do not enter (ALGORITHM section 5).
+        Rollouts lost to backend errors do not enter (arXiv 2607.29468).
         """
         done = self.finished
         return sum(r.reward("correct") == 1.0 for r in done) / len(done) if len(done) >= 2 else None

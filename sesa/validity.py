@@ -1,4 +1,4 @@
-"""What makes a proposed question acceptable: one named check each, in the order of ALGORITHM section 3.
+"""What makes a proposed question acceptable: one named check each, in the order of arXiv 2510.18821.
 
 Every check returns a `Check`; the first that does not pass ends the list. UNKNOWN is for errors of a server: such a
 question is neither valid nor invalid, and its proposer is neither rewarded nor punished.

@@ -38,6 +38,8 @@ FAULTS = (
     "no-ids",
     "other-prompt",
     "abort",
+    "unfinished",
+    "odd-finish",
     "empty",
 )
 
@@ -340,6 +342,10 @@ def _spoil(reply: dict[str, Any], fault: str) -> None:
         choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
     elif fault == "abort":
         choice["finish_reason"] = "abort"
+    elif fault == "unfinished":
+        choice |= {"finish_reason": None, "token_ids": None, "logprobs": None}
+    elif fault == "odd-finish":
+        choice["finish_reason"] = "tool_calls"
 
 
 def _error(status: int, message: str) -> web.Response:

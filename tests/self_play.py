@@ -159,7 +159,7 @@ class ScriptedPublisher:
     async def publish(self, version: PolicyVersion) -> None:
         self.models[version.policy].version = version.version
 
-    async def ensure_alive(self) -> Sequence[str]:
+    async def ensure_alive(self, since: float | None = None) -> Sequence[str]:
         return []
 
 

@@ -194,7 +194,7 @@ def test_a_wrong_value_is_blamed_on_where_it_was_set(tmp_path: Path) -> None:
     [
         ({"retrieval__kind": "http"}, "retrieval.url must be set"),
         ({"reward__low": "0.5", "reward__high": "0.5"}, "reward.low must be below reward.high"),
-        ({"judge__enabled": "true"}, "judge.endpoint must be set"),
+        ({"judge__enabled": "true"}, "does not take part in runs yet"),
         ({"validity__min_chars": "2000"}, "validity.min_chars must not exceed validity.max_chars"),
     ],
 )

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from sesa.config import RunConfig
-from sesa.graphs.updating import version_before  # noqa: F401 - imported to fail early where the tree is broken
 from sesa.serving import Serving
 from sesa.skills import Bank
 from sesa.store import Store
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[1]
 # The demo, with the index that needs no embedding, so that the run's own stages are what takes the time.
-DEMO = ("--config", "configs/demo.toml", "--retrieval.kind", "bm25", "--until-trained", "4")
+DEMO = ("--config", "configs/demo.toml", "--retrieval.kind", "bm25", "--until-trained", "6")
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,8 @@ def test_ask_answers_with_and_without_the_bank(played: Played, bank: str) -> Non
     found = json.loads(done.stdout)
     assert found["question"] == question
     assert found["searches"], found
-    assert found["passages"], found
-    assert bool([s for s in found["skills"] if s["loaded"]]) is (bank == "on"), found
+    assert found["searches"][0]["hits"], found
+    assert bool(found["skills"]) is (bank == "on"), found
 
 
 def wait_for_attempts(root: Path, process: subprocess.Popen[str], count: int, limit_s: float = 900.0) -> str:
@@ -188,7 +187,8 @@ def wait_for_attempts(root: Path, process: subprocess.Popen[str], count: int, li
 
 def servers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "vllm" in " ".join(child.cmdline()).lower()]
+    # The servers themselves, not the guards that hold their command line in their own.
+    return [child for child in children if child.cmdline()[1:4] == ["-P", "-m", "vllm.entrypoints.openai.api_server"]]
 
 
 def test_a_killed_server_and_a_killed_run_lose_nothing(tmp_path: Path) -> None:

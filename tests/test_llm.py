@@ -126,7 +126,7 @@ async def test_turns_join_exactly(client: PolicyClient) -> None:
         ("short-logprobs", BadReplyError, "log-probabilities"),
         ("no-ids", BadReplyError, "token_ids"),
         ("other-prompt", BadReplyError, "prompt_token_ids"),
-        ("abort", ServerError, "broken off"),
+        ("odd-finish", BadReplyError, "finish_reason: stop or length expected, got tool_calls"),
     ],
 )
 async def test_bad_reply_is_one_line_with_the_url_and_not_retried(
@@ -143,7 +143,7 @@ async def test_bad_reply_is_one_line_with_the_url_and_not_retried(
     assert (await client.generate(USER, sampling=SAMPLING)).text.startswith("seed 0")
 
 
-@pytest.mark.parametrize("fault", ["429", "503", "500", "reset", "cut-off"])
+@pytest.mark.parametrize("fault", ["429", "503", "500", "reset", "cut-off", "abort", "unfinished"])
 async def test_failure_in_transit_is_tried_again(client: PolicyClient, server: ScriptedServer, fault: str) -> None:
     server.fail_next(fault, fault)
     call = await client.generate(USER, sampling=SAMPLING, seed=4)
@@ -151,7 +151,10 @@ async def test_failure_in_transit_is_tried_again(client: PolicyClient, server: S
     assert len(server.calls) == 3
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("429", ServerBusyError), ("500", ServerError), ("cut-off", ServerError)])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("429", ServerBusyError), ("500", ServerError), ("cut-off", ServerError), ("abort", ServerError)],
+)
 async def test_tries_are_bounded(
     client: PolicyClient, server: ScriptedServer, fault: str, kind: type[SesaError]
 ) -> None:
@@ -181,6 +184,40 @@ async def test_silence_ends_at_the_limit_and_is_not_tried_again(kind: Client, se
     assert time.monotonic() - started < 2
     assert len(server.calls) == 1
     await client.close()
+
+
+@pytest.mark.parametrize("kind", [PolicyClient, OpenAIPolicyClient])
+async def test_silence_of_a_server_that_has_come_back_since_is_tried_again(
+    kind: Client, server: ScriptedServer
+) -> None:
+    asked: list[float] = []
+
+    async def recover(since: float) -> bool:
+        asked.append(since)
+        return True
+
+    began = time.monotonic()
+    client = kind("solver", server.url, server.template, timeout_s=0.3, retries=0, recover=recover)
+    server.fail_next("hang")
+    assert (await client.generate(USER, sampling=SAMPLING)).text.startswith("seed 0")
+    assert len(server.calls) == 2
+    assert len(asked) == 1 and began <= asked[0] <= time.monotonic() - 0.3
+    await client.close()
+
+
+async def test_a_connection_that_does_not_come_about_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sesa.policy_client.CONNECT_TIMEOUT_S", 0.1)
+    with socket.socket() as deaf, socket.socket() as one, socket.socket() as two:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)  # and nobody accepts: what comes after those who wait is not answered
+        for waiting in (one, two):
+            waiting.setblocking(False)
+            waiting.connect_ex(deaf.getsockname())
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        client = PolicyClient("solver", url, ByteTemplate(), retries=1)
+        with pytest.raises(ServerError, match=r"no connection within 0\.1 s.*\(tried 2 times"):
+            await client.generate(USER, sampling=SAMPLING)
+        await client.close()
 
 
 async def test_full_context_is_told_apart(client: PolicyClient, server: ScriptedServer) -> None:

@@ -196,8 +196,11 @@ async def test_attached_server_that_was_restarted_gets_its_weights_back(
         await serving.publish(version(new, 1))
         assert await serving.ensure_alive() == []
         two["solver"].weight_version, two["solver"].weights_path = "default", ""
-        assert await serving.ensure_alive() == ["solver"]
+        before = time.monotonic()
+        assert await serving.ensure_alive(before) == ["solver"]
         assert two["solver"].weights_path == str(new)
+        assert await serving.ensure_alive(before) == ["solver"]  # another caller whose call the restart cost
+        assert await serving.ensure_alive(time.monotonic()) == []
 
 
 async def test_attached_server_that_is_not_there(model_dir: Path, tmp_path: Path) -> None:
@@ -326,11 +329,27 @@ async def test_killed_server_comes_back_with_the_weights_it_served(
         assert await serving.ensure_alive() == []
         kill_server(serving, "solver")
         # No one looked: the calls themselves find the server dead, one of them restarts it, all are answered.
+        before = time.monotonic()
         calls = await asyncio.gather(*(serving.client("solver").generate(USER, sampling=SAMPLING) for _ in range(8)))
         assert {c.policy_version for c in calls} == {1}
+        assert await serving.ensure_alive() == []
+        assert await serving.ensure_alive(before) == ["solver"]
         kill_server(serving, "solver")
         with pytest.raises(ServerError, match=r"died 3 times \(serving.restarts\)"):
             await serving.ensure_alive()
+
+
+async def test_one_outage_is_told_to_everybody_it_cost_a_call(
+    scripted_for_vllm: list[Path], model_dir: Path, tmp_path: Path
+) -> None:
+    async with Serving(RunConfig(), model_dir, tmp_path) as serving:
+        await serving.start()
+        before = time.monotonic()
+        kill_server(serving, "solver")
+        told = await asyncio.gather(*(serving.ensure_alive(before) for _ in range(16)))
+        assert told == [["solver"]] * 16
+        assert len(scripted_for_vllm) == 3, "two starts and one restart"
+        assert await serving.ensure_alive(time.monotonic()) == []
 
 
 async def test_failed_publication_ends_the_server_and_the_old_weights_return(
@@ -540,6 +559,16 @@ def test_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(BusyError, match=f"127.0.0.1:{port}: in use"):
             free_ports("127.0.0.1", port, 1)
+
+
+def test_port_in_use_on_a_system_that_numbers_its_errors_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(self: socket.socket, address: object) -> None:
+        raise OSError(48, "Address already in use")
+
+    monkeypatch.setattr("errno.EADDRINUSE", 48)
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(BusyError, match="127.0.0.1:8000: in use"):
+        free_ports("127.0.0.1", 8000, 1)
 
 
 def test_ports_are_distinct_and_in_order() -> None:

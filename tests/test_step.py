@@ -25,7 +25,12 @@ STEPS = 3
 def rows(store: Path) -> dict[str, list[tuple[object, ...]]]:
     """Every table, every column but the times, sorted."""
     with sqlite3.connect(store) as db:
-        tables = [name for (name,) in db.execute("select name from sqlite_master where type = 'table'")]
+        tables = [
+            name
+            for (name,) in db.execute(
+                "select name from sqlite_master where type = 'table' and name not like 'sqlite_%'"
+            )
+        ]
         found = {}
         for table in tables:
             columns = [c[1] for c in db.execute(f"pragma table_info({table})") if c[1] not in TIMES]
@@ -172,7 +177,7 @@ class Outage:
 async def test_a_server_that_cannot_come_back_stops_the_run_and_loses_nothing(
     tmp_path: Path, uninterrupted: dict[str, list[tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def dead(self: ScriptedPublisher) -> Sequence[str]:
+    async def dead(self: ScriptedPublisher, since: float | None = None) -> Sequence[str]:
         raise ServerError("solver: its server died 3 times (serving.restarts)")
 
     with monkeypatch.context() as patch:
@@ -187,13 +192,17 @@ async def test_a_server_that_cannot_come_back_stops_the_run_and_loses_nothing(
 async def test_a_restarted_server_gets_the_lost_rollouts_again(
     tmp_path: Path, uninterrupted: dict[str, list[tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def restarted(self: ScriptedPublisher) -> Sequence[str]:
+    async def restarted(self: ScriptedPublisher, since: float | None = None) -> Sequence[str]:
         return ["solver"]
 
     monkeypatch.setattr(ScriptedPublisher, "ensure_alive", restarted)
     monkeypatch.setattr("self_play.solver_script", Outage(20, 1))
-    await play(tmp_path, STEPS)
-    assert rows(tmp_path / "sesa.sqlite") == uninterrupted
+    ctx = await play(tmp_path, STEPS)
+    logged = ctx.store.log_entries(RUN, kind="restart")
+    assert len(logged) == 1
+    found = rows(tmp_path / "sesa.sqlite")
+    found["log"], uninterrupted = [], {**uninterrupted, "log": []}
+    assert found == uninterrupted
 
 
 async def test_a_rollout_lost_in_passing_is_recorded_and_enters_no_rate(

@@ -32,7 +32,7 @@ class StageConsole(Stage):
         self.console = Console(stderr=True, highlight=False)
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}
         self._shown: dict[str, float] = {}
         self._last = time.monotonic()
         self._step = ""
@@ -64,13 +64,14 @@ class StageConsole(Stage):
     def show(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         self._last = now
-        began = self._began.setdefault(stage, now)
+        began, before = self._began.setdefault(stage, (now, done))
         if self.console.is_terminal:
             self._bar(stage, done, total)
         elif done == 0 or done == total or now - self._shown.get(stage, 0.0) >= LINE_EVERY_S:
             self._shown[stage] = now
-            known = 0 < done < total and now - began >= 1.0  # the first part seen tells nothing about the speed
-            left = f", about {(now - began) / done * (total - done):.0f} s left" if known else ""
+            made = done - before  # what an earlier process, or the time before the first look, did tells no speed
+            known = made > 0 and done < total and now - began >= 1.0
+            left = f", about {(now - began) / made * (total - done):.0f} s left" if known else ""
             print(f"{self._step}{stage} {done}/{total or '?'}{left}", file=sys.stderr, flush=True)
 
     def heartbeat(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,8 @@ def _commit() -> str | None:
     """The commit of the checkout this file lies in, None for an installed package."""
     folder = Path(__file__).resolve().parents[1]
     if not (folder / ".git").exists():
+        return None
+    if shutil.which("git") is None:
         return None
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

@@ -39,8 +39,8 @@ def _lines(store: Store, run_id: str, step: int) -> Iterator[str]:
     yield f"  skills         {_bank(bank)}"
     for stats in store.stats(run_id, step=step):
         yield f"  update         {_update(stats)}"
-    published = nodes.get("publish", {})
-    yield f"  published      {', '.join(f'{p} v{v:04d}' for p, v in published.items()) or 'nothing'}"
+    published = nodes.get("publish", {}).get("published", {})
+    yield f"  published      {', '.join(f'{p} v{v:04d}' for p, v in published.items()) or 'nothing new'}"
 
 
 def _counts(counts: dict[str, Any], total: str, parts: str) -> str:
@@ -70,7 +70,11 @@ def _bank(counts: dict[str, Any]) -> str:
     changes = ", ".join(f"{name} {counts[name]}" for name in ("credited", "admitted", "retired", "evicted"))
     refused = sum(counts["refused"].values())
     calls = counts["distillations"]
-    distilled = f"{calls} distillations, {counts['out_of_form']} out of form" if calls else "no distillation"
+    distilled = (
+        f"{calls} distillations, {counts['out_of_form']} out of form, {counts['lost']} lost"
+        if calls
+        else "no distillation"
+    )
     return (
         f"{counts['active_before']} before, {counts['active_after']} after ({changes}, refused {refused}"
         f"{_detail(counts['refused'])}; {distilled}; bank version {counts['bank_version']})"

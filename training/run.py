@@ -11,10 +11,12 @@ import argparse
 import asyncio
 import contextlib
 import secrets
+import shlex
 import shutil
 import signal
+import sqlite3
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -22,11 +24,11 @@ from typing import TYPE_CHECKING, NoReturn
 from sesa.config import RunConfig, config_keys, load_config, stored_config, toml_value
 from sesa.consolidation import prime
 from sesa.corpus import Corpus, load_corpus
-from sesa.errors import BusyError, ConfigError, SesaError
+from sesa.errors import BusyError, ConfigError, SesaError, StoreError
 from sesa.graphs.context import RunContext
 from sesa.graphs.session import open_parts, prepare_model
 from sesa.graphs.step import open_graph, run_step
-from sesa.graphs.updating import POLICIES, served_version
+from sesa.graphs.updating import POLICIES, relocate, served_version
 from sesa.seeds import load_seeds, read_seeds
 from sesa.store import Store, store_location
 from sesa.training.console import StageConsole
@@ -149,29 +151,50 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _launch(config: RunConfig, run_id: str, store: Store, until_trained: int, *, fresh: bool) -> int:
-    root = Path(config.run.root)
-    folder = root / run_id
-    folder.mkdir(parents=True, exist_ok=True)
-    at_root = "" if config.run.root == "runs" else f" --root {config.run.root}"
-    print(f"run {run_id}   look at it with: sesa runs show {run_id}{at_root}", flush=True)
+    folder = Path(config.run.root).resolve() / run_id
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.root: {folder}: cannot be made ({error.strerror}); name another with --root") from None
+    place = _place(config)
+    more = f" --until-trained {until_trained}" if until_trained else ""
+    resume = f"python training/run.py --resume {run_id} --steps {config.run.steps}{more}{place}"
+    print(f"run {run_id}   look at it with: sesa runs show {run_id}{place}", flush=True)
     console = StageConsole()
+
+    def ended(status: str) -> None:
+        console.close()
+        if _note_end(store, run_id, status, folder):
+            print(f"{status}; go on with: {resume}", file=sys.stderr, flush=True)
+
+    def interrupted() -> None:
+        ended("interrupted")
+        sys.stdout.flush()
+        # An update may still run in its thread. What it leaves behind is whole or absent, so it is not awaited.
+        os._exit(130)
+
     with run_lock(folder, run_id):
         try:
-            asyncio.run(_interruptible(play(config, run_id, store, console, until_trained, fresh=fresh)))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            console.close()
-            recorded = _note_end(store, run_id, "interrupted", folder)
-            how = f"go on with: python training/run.py --resume {run_id}{at_root}" if recorded else "nothing was begun"
-            print(f"interrupted; {how}", file=sys.stderr)
-            sys.stdout.flush()
-            # An update may still run in its thread; what it leaves behind is whole or absent, so it is not awaited.
-            os._exit(130)
-        except SesaError:
-            console.close()
-            if _note_end(store, run_id, "failed", folder):
-                print(f"stopped; go on with: python training/run.py --resume {run_id}{at_root}", file=sys.stderr)
+            asyncio.run(
+                _interruptible(play(config, run_id, folder, store, console, until_trained, fresh=fresh), interrupted)
+            )
+        except sqlite3.Error as error:
+            ended("failed")
+            checkpoints = folder / "checkpoints.sqlite"
+            raise StoreError(
+                f"{checkpoints}: {error}; make room or delete it, then resume: the store knows all that was done"
+            ) from error
+        except Exception:
+            ended("failed")
             raise
+    print(f"run {run_id} is in {folder}   look at it with: sesa runs show {run_id}{place}")
     return 0
+
+
+def _place(config: RunConfig) -> str:
+    """The options that lead other commands to this run's store."""
+    root = "" if config.run.root == "runs" else f" --root {shlex.quote(config.run.root)}"
+    return root + (f" --store {shlex.quote(config.run.store)}" if config.run.store else "")
 
 
 def _note_end(store: Store, run_id: str, status: str, folder: Path) -> bool:
@@ -186,11 +209,14 @@ def _note_end(store: Store, run_id: str, status: str, folder: Path) -> bool:
     return True
 
 
-async def _interruptible(work: Coroutine[None, None, None]) -> None:
-    """Run ``work`` so that SIGTERM cancels it as Ctrl-C does."""
+async def _interruptible(work: Coroutine[None, None, None], interrupted: Callable[[], None]) -> None:
+    """Run ``work`` so that SIGTERM cancels it as Ctrl-C does; once it has cleaned up, call ``interrupted``."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
+    try:
+        await task
+    except asyncio.CancelledError:
+        interrupted()
 
 
 @contextlib.contextmanager
@@ -210,16 +236,31 @@ def run_lock(folder: Path, run_id: str) -> Iterator[None]:
 
 
 async def play(
-    config: RunConfig, run_id: str, store: Store, console: StageConsole, until_trained: int, *, fresh: bool
+    config: RunConfig,
+    run_id: str,
+    folder: Path,
+    store: Store,
+    console: StageConsole,
+    until_trained: int,
+    *,
+    fresh: bool,
 ) -> None:
     """Prepare everything, then run the steps that are still owed."""
-    folder = Path(config.run.root) / run_id
+    # A step that was begun is finished, also one beyond the number asked for now.
+    last = config.run.steps if fresh else max(config.run.steps, *store.steps(run_id), 1)
+    if not fresh and "finish" in store.nodes(run_id, last) and (solver_trained(store, run_id) or not until_trained):
+        console.say(f"all {last} step(s) are done; for more: --resume {run_id} --steps {last + 1}")
+        store.set_run_status(run_id, "finished")
+        return
+    updater = make_updater(config, folder)  # refuses what it cannot train before anything is recorded
     model_dir = prepare_model(config, console.say)
     corpus, seeds = read_pool(config, console)
     if fresh:
         store.create_run(run_id, config.model_dump(mode="json"), run_facts(model_dir, corpus, len(seeds)))
     else:
         store.set_run_status(run_id, "running")
+        store.log(run_id, None, "resume", f"resumed with {len(store.steps(run_id))} step(s) begun")
+        relocate(store, run_id, folder, model_dir)
     for policy in POLICIES:
         if not store.versions(run_id, str(policy)):
             store.save_version(run_id, PolicyVersion(policy=policy, version=0, path=str(model_dir), published=True))
@@ -227,11 +268,6 @@ async def play(
         plan = prime(config.bank)
         if not plan.empty:
             store.commit_bank(run_id, step=0, base_version=0, events=plan.events, skills=plan.skills)
-    if "finish" in store.nodes(run_id, config.run.steps) and (solver_trained(store, run_id) or not until_trained):
-        console.say(f"all {config.run.steps} step(s) are done; for more: --resume {run_id} --steps N")
-        store.set_run_status(run_id, "finished")
-        return
-    updater = make_updater(config, folder)  # refuses what it cannot train before servers are started
     versions = {str(p): served_version(store, run_id, str(p)) for p in POLICIES}
     async with (
         open_parts(
@@ -261,7 +297,7 @@ async def play(
             distiller=parts.distiller,
             stage=console,
         )
-        step, last = 1, config.run.steps
+        step, limit = 1, last + until_trained
         while step <= last:
             if "finish" not in store.nodes(run_id, step):
                 console.begin(f"step {step} ")
@@ -271,9 +307,12 @@ async def play(
                     for policy in POLICIES:
                         updater.prune(policy, protect=[served_version(store, run_id, str(policy)).version])
             print(step_report(store, run_id, step), flush=True)
-            if step == last and last < config.run.steps + until_trained and not solver_trained(store, run_id):
-                console.say(f"the solver was not trained in {last} step(s): going on to another one")
-                last += 1
+            if step == last and until_trained and not solver_trained(store, run_id):
+                if last < limit:
+                    last += 1
+                    console.say(f"the solver was not trained in {step} step(s): going on to another one")
+                else:
+                    console.say(f"the solver was not trained in {step} step(s): no question split its attempts")
             step += 1
     store.set_run_status(run_id, "finished")
 
@@ -307,7 +346,10 @@ async def heartbeats(store: Store, run_id: str, console: StageConsole) -> AsyncI
     async def beat() -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            store.heartbeat(run_id)
+            try:
+                await asyncio.to_thread(store.heartbeat, run_id)
+            except SesaError as error:  # the next write of a node meets the same trouble and stops the run
+                console.say(f"heartbeat: {error}")
             console.heartbeat()
 
     task = asyncio.create_task(beat())

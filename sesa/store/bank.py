@@ -20,7 +20,7 @@ class BankStore(Database):
     def save_failures(self, run_id: str, failures: Sequence[Failure], queue_limit: int) -> int:
         """Queue failures; those that exist are left as they are, whatever became of them.
 
-        The oldest pending ones beyond ``queue_limit`` become dropped in the same transaction (ALGORITHM section 6);
+        The oldest pending ones beyond ``queue_limit`` become dropped in the same transaction (arXiv 2607.29468);
         returns how many.
         """
         table = schema.failures
