@@ -32,8 +32,10 @@ async def ask(
     """Answer ``question`` greedily with the run's newest solver; SESA-On reads the run's bank, SESA-Off nothing.
 
     Returns the rollout (its turns hold searches and passages, its ``skills`` what was loaded) and the bank read.
-    The rollout is not stored. Starts the solver's server unless ``serving.attach`` names one that runs.
+    The rollout is not stored. Starts the solver's server, on any free port, unless ``serving.attach`` names one that
+    runs.
     """
+    config = solver_alone(config)
     # A server that runs already is asked as it is: it may belong to a run that is training.
     versions = {} if "solver" in config.serving.attach else {"solver": served_version(store, run_id, "solver")}
     async with open_parts(
@@ -48,6 +50,15 @@ async def ask(
     ) as parts:
         client = parts.serving.client("solver")
         return await answer(config, run_id, store, client, parts.searcher, parts.encoder, question, bank)
+
+
+def solver_alone(config: RunConfig) -> RunConfig:
+    """The run's configuration for serving nothing but its solver, beside a training run that may be in progress.
+
+    The proposer's attached server is left out, and so is the configured port, which the run's own servers may hold.
+    """
+    attach = {name: url for name, url in config.serving.attach.items() if name == "solver"}
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"attach": attach, "port": 0})})
 
 
 async def answer(

@@ -11,6 +11,7 @@ from sesa.cli_options import Json, Limit, Offset, Root, Run, StoreUrl, open_stor
 from sesa.cli_output import cell, choice, one_line, print_json, print_table, short
 
 if TYPE_CHECKING:
+    from sesa.skills import Bank
     from sesa.store import RunRow, Store
 
 runs = typer.Typer(no_args_is_help=True, help="Runs and what their steps did.")
@@ -192,6 +193,17 @@ BankVersion = Annotated[
 ]
 
 
+def _bank(store: Store, run_id: str, version: int | None) -> Bank:
+    """The skill bank at a version. Raises NotFoundError where it has not come to that version."""
+    from sesa.errors import NotFoundError
+    from sesa.skills import Bank
+
+    newest = store.bank_version(run_id)
+    if version is not None and version > newest:
+        raise NotFoundError(f"--version: run {run_id} has no bank version {version}; the newest is {newest}")
+    return Bank.from_store(store, run_id, version)
+
+
 @skills.command("list")
 def skills_list(
     run: Run = "latest",
@@ -202,11 +214,10 @@ def skills_list(
     json: Json = False,
 ) -> None:
     """The skills of a bank version: those in use first, the most helpful on top."""
-    from sesa.skills import Bank
     from sesa.types import SkillStatus
 
     with open_store(root, store) as opened:
-        bank = Bank.from_store(opened, opened.run(run).id, version)
+        bank = _bank(opened, opened.run(run).id, version)
     wanted = choice(status, list(SkillStatus), "--status")
     order = list(SkillStatus)
     found = [skill for skill in bank.skills.values() if wanted is None or skill.status == wanted]
@@ -244,12 +255,11 @@ def skills_show(
 ) -> None:
     """One skill: its text, its numbers, every event with its reason, and rollouts that loaded it."""
     from sesa.errors import NotFoundError
-    from sesa.skills import Bank
     from sesa.store import nearest
 
     with open_store(root, store) as opened:
         run_id = opened.run(run).id
-        bank = Bank.from_store(opened, run_id, version)
+        bank = _bank(opened, run_id, version)
         if skill not in bank.skills:
             raise NotFoundError(
                 nearest(f"run {run_id}, bank version {bank.version}", "skill", skill, list(bank.skills))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from sesa.cli_options import ConfigFile, Json, Root, Run, StoreUrl, open_store
 from sesa.cli_output import cell, choice, indented, note, one_line, print_json, print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sesa.config import RunConfig
     from sesa.skills import Bank
     from sesa.store import RunRow
@@ -128,6 +131,7 @@ def ask(
 
 
 def _answer_json(question: str, run_id: str, rollout: Rollout, bank: Bank | None) -> dict[str, Any]:
+    searches = [(turn.action.query, turn.hits) for turn in rollout.turns if turn.action.kind == "search"]
     return {
         "run": run_id,
         "question": question,
@@ -137,12 +141,22 @@ def _answer_json(question: str, run_id: str, rollout: Rollout, bank: Bank | None
         "bank_version": rollout.bank_version,
         "sampled_tokens": rollout.sampled_tokens,
         "searches": [
-            {"query": turn.action.query, "hits": [hit.model_dump(mode="json") for hit in turn.hits]}
-            for turn in rollout.turns
-            if turn.action.kind == "search"
+            {"query": query, "hits": [hit.model_dump(mode="json") for hit in hits]} for query, hits in searches
+        ],
+        "passages": [
+            {
+                "query": query,
+                "rank": hit.rank,
+                "score": hit.score,
+                "id": hit.passage.id,
+                "title": hit.passage.title,
+                "text": hit.passage.text,
+            }
+            for query, hits in searches
+            for hit in hits
         ],
         "skills": [
-            {**bank.skills[s.id].model_dump(mode="json"), "similarity": s.similarity}
+            {**bank.skills[s.id].model_dump(mode="json"), "similarity": s.similarity, "loaded": s.loaded}
             for s in rollout.skills
             if s.loaded and bank is not None
         ],
@@ -173,7 +187,10 @@ def _show_answer(rollout: Rollout, bank: Bank | None) -> None:
 def serve(
     run: Run = "latest",
     policy: Annotated[str, typer.Option("--policy", help="solver, proposer or both.")] = "solver",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="First port; 0: any free one.")] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="First port; 0: any free one; default: as configured."),
+    ] = None,
     root: Root = "runs",
     store: StoreUrl = "",
 ) -> None:
@@ -184,14 +201,20 @@ def serve(
         row = opened.run(run)
         versions = {v.policy: v for v in opened.versions(row.id) if v.published and v.policy in policies}
     config = config_of(row)
-    serving = config.serving.model_copy(update={"port": port or config.serving.port, "attach": {}})
-    settings = config.model_copy(update={"serving": serving})
-    asyncio.run(_serve(settings, policies, versions, Path(root) / row.id / "logs" / "serve"))
+    first = config.serving.port if port is None else port
+    settings = config.model_copy(update={"serving": config.serving.model_copy(update={"port": first, "attach": {}})})
+    where = ["--run", row.id, *(("--root", root) if root != "runs" else ()), *(("--store", store) if store else ())]
+    asyncio.run(_serve(settings, policies, versions, Path(root) / row.id / "logs" / "serve", where))
 
 
 async def _serve(
-    config: RunConfig, policies: tuple[str, ...], versions: dict[str, PolicyVersion], log_dir: Path
+    config: RunConfig,
+    policies: tuple[str, ...],
+    versions: dict[str, PolicyVersion],
+    log_dir: Path,
+    where: Sequence[str],
 ) -> None:
+    """``where`` holds the options by which another command finds the run."""
     from sesa.embedded import resolve_model
     from sesa.files import cache_folder
     from sesa.serving import Serving
@@ -203,6 +226,9 @@ async def _serve(
             client = serving.client(policy)
             print(f"{policy} v{client.version}  {client.base_url}/v1  model {client.model}", flush=True)
         note("serving; Ctrl-C ends it")
+        if "solver" in policies:
+            options = shlex.join(["--attach", serving.client("solver").base_url, *where])
+            note(f'ask it: sesa ask {options} "question"')
         stop = asyncio.Event()
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, stop.set)

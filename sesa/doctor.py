@@ -22,7 +22,7 @@ from sesa.errors import SesaError
 from sesa.files import cache_folder
 from sesa.machine import cores, memory_bytes
 from sesa.server_process import free_ports
-from sesa.vllm_command import GIB, server_bytes
+from sesa.vllm_command import GIB, server_bytes, servers_to_start
 
 PYTHON = (3, 11)
 # A run keeps this many versions of each policy, with optimiser states, beside the cache.
@@ -66,7 +66,7 @@ def _cores(run: RunConfig) -> Finding:
 
 def _memory(run: RunConfig) -> Finding:
     total, free = memory_bytes()
-    servers = 0 if run.serving.device == "gpu" else _servers(run)
+    servers = 0 if run.serving.device == "gpu" else servers_to_start(run)
     weights = EMBEDDED_WEIGHTS_BYTES
     if run.model.path != "embedded":
         weights = sum(p.stat().st_size for p in Path(run.model.path).expanduser().glob("*.safetensors"))
@@ -107,7 +107,7 @@ def _packages(run: RunConfig) -> Iterator[Finding]:
             "torch build", fits, "for CPUs" if on_cpu else "for GPUs", "" if fits else "pip install 'sesa[gpu]'"
         )
     served = next((f"{name} {version}" for name in VLLM if (version := _version(name))), None)
-    attached = bool(run.serving.attach)
+    attached = not servers_to_start(run)
     remedy = "" if served or attached else f"pip install 'sesa[{run.serving.device}]', or set serving.attach"
     yield Finding(
         "vllm", bool(served or attached), served or ("attached servers" if attached else "not installed"), remedy
@@ -159,7 +159,7 @@ def _corpus(run: RunConfig) -> Finding:
 
 
 def _ports(run: RunConfig) -> Finding:
-    wanted = 0 if run.serving.attach else _servers(run)
+    wanted = servers_to_start(run)
     try:
         ports = free_ports(run.serving.host, run.serving.port, wanted)
     except SesaError as error:
@@ -176,12 +176,6 @@ def _writable(name: str, folder: Path, key: str) -> Finding:
             return Finding(name, True, f"{folder} can be written")
     except OSError as error:
         return Finding(name, False, f"{place}: {error.strerror}", f"set {key} to a folder that you may write")
-
-
-def _servers(run: RunConfig) -> int:
-    if run.serving.attach:
-        return 0
-    return 1 if run.serving.layout == "lora" else 2
 
 
 def _nearest(folder: Path) -> Path:

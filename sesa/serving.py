@@ -174,7 +174,8 @@ class Serving:
         """Restarts, with the weights they served, the servers that have died; returns their names.
 
         With ``since`` (``time.monotonic()`` before a call that failed) also the names of those that somebody else
-        found dead and that have come back after it: what one outage cost is then made good for every caller. Raises ServerError where one has died more often than serving.restarts, or an attached one does not answer.
+        found dead and that have come back after it, so that every caller whom an outage cost a call learns of it.
+        Raises ServerError where one has died more often than serving.restarts, or an attached one does not answer.
         """
         restarted = []
         for server in self._servers:

@@ -99,6 +99,12 @@ def server_bytes(config: RunConfig, model_dir: Path) -> int:
     return int((PROCESSES_GIB + config.serving.kv_cache_gib) * GIB) + weights_bytes(model_dir)
 
 
+def servers_to_start(config: RunConfig) -> int:
+    """How many servers a run of both policies starts itself: none for a policy that serving.attach has one for."""
+    own = sum(policy not in config.serving.attach for policy in ("proposer", "solver"))
+    return min(own, 1) if config.serving.layout == "lora" else own
+
+
 def require_memory(config: RunConfig, model_dir: Path, servers: int) -> None:
     """Raises ServerError where ``servers`` servers do not fit in the memory that is free."""
     if config.serving.device != "cpu" or not servers:

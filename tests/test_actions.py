@@ -120,7 +120,7 @@ def test_a_huge_reply_is_read_in_linear_time(unit: str) -> None:
 
 @pytest.mark.parametrize("name", ["solver", "solver_small", "proposer", "proposer_small"])
 async def test_actions_in_the_prompt_are_not_the_models(name: str) -> None:
-    """KNOWN FAULT: tags of the prompt's examples and of passages were counted with those of the reply."""
+    """Seen elsewhere: tags of the prompt's examples and of passages were counted with those of the reply."""
     agent = SearchAgent(
         role=Role.SOLVER,
         prompt=prompts.load(name),

@@ -142,7 +142,7 @@ def test_skills_stand_before_the_question(name: str) -> None:
     config = load_config(None, {"solver.prompt": name})
     skill = a_skill(avoidance="Do not stop at the town.", query_template="TOWN river")
     agent = solver(config, "Which river?", [skill, a_skill(description="Compare dates.")])
-    last = agent.open(ByteTemplate()).messages[-1].content
+    last = "\n".join(message.content for message in agent.open(ByteTemplate()).messages)  # the whole first prompt
     assert "- Questions on rivers: Find the town first. Avoid: Do not stop at the town. Query: TOWN river\n" in last
     assert last.index("Find the town") < last.index("Compare dates.") < last.index("Question: Which river?")
     assert "Find the town" not in agent.observe([], "q")
@@ -208,7 +208,7 @@ async def test_a_reader_without_an_answer_has_none(text: str) -> None:
     ],
 )
 def test_a_verdict_is_read_strictly(text: str, verdict: Verdict) -> None:
-    """KNOWN FAULT: the reply was searched for the word "correct", so "incorrect" passed."""
+    """Seen elsewhere: the reply was searched for the word "correct", so "incorrect" passed."""
     assert read_verdict(text).verdict is verdict
 
 
@@ -237,7 +237,7 @@ def long_attempt() -> Any:
 
 
 def test_a_case_holds_the_whole_trajectory() -> None:
-    """KNOWN FAULT: the distiller was fed text that was cut off."""
+    """Seen elsewhere: the distiller was fed text that was cut off."""
     text = case_text(failure(), long_attempt(), passage_words=90)
     assert text.splitlines()[:4] == [
         "CASE",

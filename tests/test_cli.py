@@ -322,6 +322,8 @@ def test_skills_show(sesa: Any) -> None:
         (("rollouts", "list", "--role", "solvr"), "--role: no such value 'solvr'; it takes one of proposer, solver"),
         (("rollouts", "list", "--stop", "x"), "--stop: no such value 'x'; it takes one of answered"),
         (("skills", "show", "s3"), "run first, bank version 2: holds no skill 's3'; did you mean s"),
+        (("skills", "list", "--version", "99"), "--version: run first has no bank version 99; the newest is 2"),
+        (("skills", "show", "s1", "--version", "3"), "--version: run first has no bank version 3; the newest is 2"),
         (("skills", "list", "--status", "old"), "--status: no such value 'old'"),
         (("ask", "Who?", "--bank", "maybe"), "--bank: no such value 'maybe'; it takes one of on, off"),
         (("ask", " "), "QUESTION: is empty"),
@@ -516,7 +518,9 @@ async def test_ask_with_and_without_the_bank(tmp_path: Path) -> None:
                 "bank.min_similarity": "-1.0",
             },
         )
-        serving = config.serving.model_copy(update={"attach": {"solver": server.url}})
+        # As a run that trains on servers of others is configured: the proposer's is none of this command's business.
+        attach = {"solver": server.url, "proposer": "http://127.0.0.1:9"}
+        serving = config.serving.model_copy(update={"attach": attach})
         config = config.model_copy(update={"serving": serving})
         with Store.open(tmp_path / "sesa.sqlite") as store:
             store.create_run("r", config.model_dump(mode="json"), {})
@@ -537,9 +541,30 @@ async def test_ask_with_and_without_the_bank(tmp_path: Path) -> None:
         assert code == 0, err
         reply = json.loads(out)
         assert reply["answer"] == "the Thames" and reply["bank_version"] == 1
+        assert set(reply) == {
+            "run",
+            "question",
+            "answer",
+            "stop_reason",
+            "policy_versions",
+            "bank_version",
+            "sampled_tokens",
+            "searches",  # per search: its query and its hits, as they are stored
+            "passages",  # the hits of all searches in one list
+            "skills",  # the loaded ones
+        }
         assert [s["query"] for s in reply["searches"]] == ["river London"]
+        assert len(reply["passages"]) == 2
+        assert reply["passages"][0] == {
+            "query": "river London",
+            "rank": 1,
+            "score": reply["searches"][0]["hits"][0]["score"],
+            "id": "thames",
+            **{name: rows[0][name] for name in ("title", "text")},
+        }
         assert reply["searches"][0]["hits"][0]["passage"]["id"] == "thames"
         assert len(reply["skills"]) == 3 and reply["skills"][0]["trigger"]
+        assert all(s["loaded"] is True and "similarity" in s for s in reply["skills"])
         code, out, err = await ask("--bank", "off")
         assert code == 0, err
         assert out.startswith("the Thames\n") and "search  river London" in out and "1. Thames  [thames]" in out
@@ -574,7 +599,8 @@ async def test_serve(tmp_path: Path) -> None:
                 assert [m["id"] for m in (await reply.json())["data"]] == ["solver"]
             child.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(child.wait(), 60) == 0
-            assert b"Traceback" not in await child.stderr.read()
+            said = (await child.stderr.read()).decode()
+            assert "Traceback" not in said and f"ask --attach {url.removesuffix('/v1')} --run r" in said
             with pytest.raises(aiohttp.ClientConnectorError):
                 await session.get(f"{url}/models")
     finally:

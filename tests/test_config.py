@@ -73,7 +73,7 @@ def test_a_file_is_found_beside_the_one_that_extends_it(tmp_path: Path, monkeypa
 
 
 def test_environment_variables_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KNOWN FAULT: environment variables silently beat the configuration file."""
+    """Seen elsewhere: environment variables silently beat the configuration file."""
     path = write(tmp_path, file="[solver]\nrollouts = 7\n")
     before = load_config(path, {"run.steps": "2"})
     for key in DEFAULTS:

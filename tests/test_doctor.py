@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from sesa import doctor
 from sesa.config import RunConfig
@@ -69,6 +71,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding("trl") == Finding("trl", False, "not installed", "pip install 'sesa[cpu]'")
     attached = made(serving={"attach": {"solver": "http://h:1", "proposer": "http://h:2"}})
     assert finding("vllm", attached).ok
+    assert not finding("vllm", made(serving={"attach": {"solver": "http://h:1"}})).ok
 
 
 def test_gpu_configuration_on_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +95,32 @@ def test_port_in_use() -> None:
         found = finding("ports", made(serving={"port": port}))
     assert not found.ok
     assert f"127.0.0.1:{port}: in use" in found.detail
+
+
+def test_only_a_policy_without_an_attached_server_takes_a_port_and_memory() -> None:
+    def memory(**serving: Any) -> float:
+        return float(finding("memory", made(serving=serving)).detail.rsplit(" ", 1)[1])
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one, both = {"solver": "http://h:1"}, {"solver": "http://h:1", "proposer": "http://h:2"}
+        assert not finding("ports", made(serving={"port": port, "attach": one})).ok
+        assert finding("ports", made(serving={"port": port, "attach": both})).detail.endswith(": attached servers")
+    needed = [memory(), memory(attach=one), memory(attach=both)]
+    assert needed[0] - needed[1] == pytest.approx(needed[1] - needed[2], abs=0.11)
+    assert needed[1] - needed[2] > 3
+
+
+def test_home_in_the_path_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    save_file({"weight": np.zeros((2, 2), np.float32)}, str(tmp_path / "model" / "model.safetensors"))
+    found = finding("model", made(model={"path": "~/model"}))
+    assert found.ok and found.detail == str(tmp_path / "model")
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

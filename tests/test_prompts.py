@@ -167,8 +167,8 @@ def test_what_the_proposer_is_given_is_its_target_alone() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("solver")])
 def test_skills_stand_before_the_question_in_a_solver_prompt(name: str) -> None:
-    last = load(name).messages(question="Q?", skills="SKILLS\n\n")[-1].content
-    assert last.index("SKILLS") < last.index("Q?")
+    whole = "\n".join(message.content for message in load(name).messages(question="Q?", skills="SKILLS\n\n"))
+    assert whole.index("SKILLS") < whole.index("Q?")
 
 
 def test_a_prompt_is_read_once() -> None:

@@ -18,6 +18,7 @@ from sesa.corpus import Corpus
 from sesa.errors import BadReplyError, BusyError, ConfigError, ServerBusyError, ServerError
 from sesa.retrieval import open_local, open_retriever
 from sesa.retrieval.http import HttpRetriever
+from sesa.retrieval.http import backoff_s as pause
 from sesa.retrieval.server import create_app, serve
 from sesa.types import Passage
 
@@ -43,15 +44,35 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     listener.close()
 
 
+@pytest.fixture(autouse=True)
+def _no_pause_between_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sesa.retrieval.http.backoff_s", lambda failures: 0.001)
+
+
 class Scripted(BaseHTTPRequestHandler):
-    """Answers every POST with the status and the body that the test has set."""
+    """Answers every POST with the status and the body that the test has set, after the faults it has set."""
 
     status = 200
     body: Any = b""
+    faults: list[Any] = []  # noqa: RUF012 - statuses, "reset" or "cut-off"; set anew by each test
     requests: list[Any] = []  # noqa: RUF012 - set anew by each test
 
     def do_POST(self) -> None:
         type(self).requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        fault = self.faults.pop(0) if self.faults else None
+        if fault == "reset":
+            self.close_connection = True
+            return
+        if fault == "cut-off":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"result": [[')
+            self.close_connection = True
+            return
+        if fault is not None:
+            self.send_error(fault)
+            return
         if self.body is None:
             threading.Event().wait(0.6)
             return
@@ -67,7 +88,7 @@ class Scripted(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[str, type[Scripted]]]:
-    handler = type("Handler", (Scripted,), {"requests": []})
+    handler = type("Handler", (Scripted,), {"requests": [], "faults": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/retrieve", handler
@@ -143,11 +164,50 @@ def test_bad_replies_are_one_line_with_the_address(
     assert "\n" not in str(caught.value)
 
 
+FOUND = {"result": [[{"document": {"id": "a", "contents": "x"}, "score": 1}]]}
+
+
+@pytest.mark.parametrize("fault", [429, 503, "reset", "cut-off"])
+def test_a_search_that_fails_in_transit_is_tried_twice_more(
+    scripted: tuple[str, type[Scripted]], fault: int | str
+) -> None:
+    url, handler = scripted
+    handler.body = FOUND
+    handler.faults += [fault, fault]
+    ((hit,),) = HttpRetriever(url).search(["q"], 1)
+    assert hit.passage.id == "a"
+    assert len(handler.requests) == 3 and handler.requests[0] == handler.requests[2]
+    handler.faults += [fault] * 3
+    with pytest.raises(ServerError, match=r"\(tried 3 times\)") as caught:
+        HttpRetriever(url).search(["q"], 1)
+    assert isinstance(caught.value, ServerBusyError) == (fault in (429, 503))
+    assert str(caught.value).startswith(f"{url}: ") and "\n" not in str(caught.value)
+    assert len(handler.requests) == 6
+
+
+def test_a_refusal_and_a_wrong_answer_are_not_tried_again(scripted: tuple[str, type[Scripted]]) -> None:
+    url, handler = scripted
+    handler.faults += [400, 500]
+    for said in ("answered 400", "answered 500"):
+        with pytest.raises(ServerError, match=said):
+            HttpRetriever(url).search(["q"], 1)
+    handler.body = b"<html>"
+    with pytest.raises(BadReplyError):
+        HttpRetriever(url).search(["q"], 1)
+    assert len(handler.requests) == 3
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_pauses_between_tries_are_short(failures: int) -> None:
+    assert 0 < pause(failures) <= 1.0
+
+
 def test_a_slow_server_and_no_server(scripted: tuple[str, type[Scripted]]) -> None:
     url, handler = scripted
     handler.body = None
     with pytest.raises(ServerError, match=r"within 0\.2 s; raise retrieval.timeout_s"):
         HttpRetriever(url, timeout_s=0.2).search(["q"], 1)
+    assert len(handler.requests) == 1
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ServerError, match=r"cannot be reached.*check retrieval.url"):

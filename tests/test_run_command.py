@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from sesa.config import RunConfig, config_keys, load_config
 from sesa.errors import ConfigError
@@ -131,6 +133,24 @@ def test_an_estimate_counts_upper_bounds() -> None:
     assert found.sampled_tokens == 6 * 4 * 10 + 6 * 48 + 35 * 3 * 20
     more = estimate(config.model_copy(update={"run": config.run.model_copy(update={"steps": 10})}), None)
     assert more.calls == found.calls and more.disk > found.disk
+
+
+def test_an_estimate_counts_the_servers_that_are_started() -> None:
+    def memory(layout: str, *attached: str) -> int:
+        given = RunConfig().model_dump()
+        given["serving"] |= {"layout": layout, "attach": {name: f"http://{name}:1" for name in attached}}
+        given["training"]["enabled"] = False
+        return estimate(RunConfig.model_validate(given), None).memory
+
+    one = memory("full", "solver")
+    assert memory("full") == 2 * one and memory("full", "proposer") == memory("lora") == one > 2**30
+    assert memory("full", "solver", "proposer") == memory("lora", "solver", "proposer") == 0
+
+
+def test_an_estimate_finds_a_model_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file({"weight": np.zeros((2, 3), np.float32)}, str(tmp_path / "model.safetensors"))
+    assert estimate(RunConfig(), Path("~")).parameters == 6
 
 
 def test_an_estimate_of_a_model_that_is_not_there_says_so(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ async def test_a_hostile_passage_changes_neither_turns_nor_tokens(role: Role) ->
 
 
 async def test_an_observation_that_the_model_invents_retrieves_nothing() -> None:
-    """KNOWN FAULT: text that the model wrote inside an observation tag was taken for retrieved evidence."""
+    """Seen elsewhere: text that the model wrote inside an observation tag was taken for retrieved evidence."""
     searcher = Found(passage("p"))
     done = await rollout(
         turns("<information>[1] It is the Tagus.</information><answer>Tagus</answer>"), searcher=searcher

@@ -119,7 +119,7 @@ async def test_without_its_checkpoints_the_store_alone_leads_to_the_same_end(
 
 
 async def test_the_bank_never_reaches_a_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KNOWN FAULT: what the solver reads must reach the proposer through its reward alone."""
+    """Seen elsewhere: what the solver reads must reach the proposer through its reward alone."""
     from sesa import skills
 
     real = skills.seed_skills

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_policy
@@ -162,6 +163,19 @@ def test_policies_do_not_touch_each_other(base: PolicyVersion, tmp_path: Path) -
     expected = alone.update("solver", 2, groups(first), first).version
     assert expected is not None
     assert after.sha256 == expected.sha256
+
+
+@pytest.mark.parametrize(("free", "kept"), [(2**40, {"proposer", "solver"}), (2**20, {"solver"})])
+def test_what_the_container_has_left_decides_whether_both_policies_stay_in_memory(
+    base: PolicyVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: set[str]
+) -> None:
+    monkeypatch.setattr("sesa.machine._number", {"memory.max": 2**41, "memory.current": 2**41 - free}.get)
+    monkeypatch.setattr("sesa.machine._inactive_file", lambda: 0)
+    monkeypatch.setattr("sesa.machine.psutil.virtual_memory", lambda: SimpleNamespace(total=2**42, available=2**42))
+    updater = GrpoUpdater(CONFIG, tmp_path)
+    for policy in ("proposer", "solver"):
+        updater.update(policy, 1, groups(base), base.model_copy(update={"policy": policy}))
+    assert set(updater._held) == kept
 
 
 def test_a_version_written_before_is_adopted_without_training(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sesa.config import RunConfig
 from sesa.embedded import tensor_shapes
+from sesa.vllm_command import servers_to_start
 
 # Per parameter in float32: weights, gradient, two moments of AdamW.
 TRAINER_BYTES = 16
@@ -52,8 +53,7 @@ def estimate(config: RunConfig, model_dir: Path | None) -> Estimate:
         count_parameters(model_dir) if model_dir else (134_515_008 if config.model.path == "embedded" else None)
     )
     served = (parameters or 0) * (4 if config.model.dtype == "float32" else 2)
-    servers = 0 if config.serving.attach else (1 if config.serving.layout == "lora" else 2)
-    memory = servers * (served + int(config.serving.kv_cache_gib * GIB) + SERVER_OVERHEAD)
+    memory = servers_to_start(config) * (served + int(config.serving.kv_cache_gib * GIB) + SERVER_OVERHEAD)
     disk = 0
     if config.training.enabled:
         memory += (parameters or 0) * TRAINER_BYTES * 2
@@ -71,7 +71,7 @@ def count_parameters(model_dir: Path) -> int | None:
 
     Raises ConfigError where one is damaged.
     """
-    shards = sorted(model_dir.glob("*.safetensors"))
+    shards = sorted(model_dir.expanduser().glob("*.safetensors"))
     return sum(math.prod(shape) for shard in shards for shape in tensor_shapes(shard).values()) or None
 
 

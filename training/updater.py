@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sesa.config import ProposerSection, RunConfig, SolverSection
 from sesa.errors import ConfigError, DataError
+from sesa.machine import memory_bytes
 from sesa.training import checkpoints
 from sesa.training.advantages import Selection, select
 from sesa.training.checkpoints import OPTIMIZER, Manifest
@@ -211,7 +211,7 @@ class GrpoUpdater:
     def _make_room(self, parameters: int) -> None:
         """Let go of the other policies' trainers where this one's would not fit beside them."""
         on_gpu = self._config.serving.device == "gpu"
-        available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+        available = torch.cuda.mem_get_info()[0] if on_gpu else memory_bytes()[1]
         if self._held and available < parameters * BYTES_PER_PARAMETER + WORKING_BYTES:
             self._held.clear()
             gc.collect()

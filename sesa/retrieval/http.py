@@ -6,25 +6,32 @@ POST {"queries": [...], "topk": k, "return_scores": true} answers {"result": [[{
 
 from __future__ import annotations
 
+import http.client
 import json
+import random
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from sesa.errors import BadReplyError, ConfigError, ServerBusyError, ServerError
+from sesa.errors import BadReplyError, ConfigError, ServerBusyError, ServerError, TransitError
 from sesa.retrieval.base import answerable, as_hits
 from sesa.types import Hit, Passage
 
 _REMEDY = "check retrieval.url and that the server runs"
+# Of one search: the first try and two more.
+TRIES = 3
 
 
 class HttpRetriever:
     """Retrieval by another process or machine. ``url`` may name the server alone or its ``/retrieve`` path.
 
-    Proxy settings of the environment are not used. Errors: ServerBusyError (429, 503: try later), ServerError
-    (unreachable, too slow, any other status), BadReplyError (an answer of another form).
+    Proxy settings of the environment are not used. A search that fails in transit, or that the server refuses for
+    now (429, 503), is tried twice more; one that takes too long is not, because it would take as long again. Errors:
+    ServerBusyError (still 429 or 503), ServerError (unreachable, too slow, any other status), BadReplyError (an answer
+    of another form).
     """
 
     name = "http"
@@ -52,6 +59,18 @@ class HttpRetriever:
         return hits
 
     def _post(self, body: Mapping[str, Any]) -> Any:
+        failures = 0
+        while True:
+            try:
+                return self._try(body)
+            except (ServerBusyError, TransitError) as error:
+                failures += 1
+                if failures >= TRIES:
+                    kind = ServerBusyError if isinstance(error, ServerBusyError) else ServerError
+                    raise kind(f"{error} (tried {failures} times)") from None
+            time.sleep(backoff_s(failures))
+
+    def _try(self, body: Mapping[str, Any]) -> Any:
         request = urllib.request.Request(
             self.url, json.dumps(body).encode(), {"Content-Type": "application/json", "Accept": "application/json"}
         )
@@ -69,10 +88,11 @@ class HttpRetriever:
             ) from None
         except urllib.error.URLError as error:
             slow = isinstance(error.reason, TimeoutError)
-            what = f"no connection within {self.timeout_s:g} s" if slow else f"cannot be reached ({error.reason})"
-            raise ServerError(f"{self.url}: {what}; {_REMEDY}") from None
-        except OSError as error:
-            raise ServerError(f"{self.url}: the connection broke ({error}); {_REMEDY}") from None
+            if slow:
+                raise ServerError(f"{self.url}: no connection within {self.timeout_s:g} s; {_REMEDY}") from None
+            raise TransitError(f"{self.url}: cannot be reached ({error.reason}); {_REMEDY}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise TransitError(f"{self.url}: the connection broke ({error}); {_REMEDY}") from None
         try:
             return json.loads(payload)
         except ValueError:
@@ -94,6 +114,11 @@ class HttpRetriever:
                     f"{self.url}: document {rank} is unusable ({type(error).__name__}: {error}): {str(row)[:80]!r}"
                 ) from None
         return as_hits(passages, scores, self.name)
+
+
+def backoff_s(failures: int) -> float:
+    """Pause before the next try: 0.5 s doubled per further failure, spread so that callers disperse."""
+    return 0.25 * 2.0**failures * random.uniform(0.5, 1.0)
 
 
 def _document(document: Any) -> Passage:
