@@ -215,13 +215,13 @@ async def test_siblings_of_a_lost_rollout_carry_on() -> None:
 
 
 async def test_a_step_with_lost_rollouts_goes_on_without_them(tmp_path: Path) -> None:
-    """Every third call of the solver fails: the others are stored, scored and trained on, each exactly once."""
+    """Every fifth call of the solver fails: the others are stored, scored and trained on, each exactly once."""
     with Store.open(tmp_path / "sesa.sqlite") as store:
         context = open_context(scripted_config(validity__evidence_check="false"), store)
         replies = context.solver._script  # type: ignore[attr-defined]
 
         def script(messages: Sequence[Message], seed: int) -> str:
-            if seed % 3 == 0:
+            if seed % 5 == 0:
                 raise ServerError("http://h: gone")
             return str(replies(messages, seed))
 

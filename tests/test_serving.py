@@ -567,7 +567,7 @@ def test_port_in_use_on_a_system_that_numbers_its_errors_otherwise(monkeypatch: 
 
     monkeypatch.setattr("errno.EADDRINUSE", 48)
     monkeypatch.setattr(socket.socket, "bind", bind)
-    with pytest.raises(BusyError, match="127.0.0.1:8000: in use"):
+    with pytest.raises(BusyError, match=r"127\.0\.0\.1:8000: in use"):
         free_ports("127.0.0.1", 8000, 1)
 
 
