@@ -10,7 +10,7 @@ from sesa.config import RunConfig
 from sesa.graphs.context import Policy, Searcher
 from sesa.graphs.session import Say, open_parts, prepare_model
 from sesa.graphs.solver import SolveTask, solve
-from sesa.graphs.updating import served_version
+from sesa.graphs.updating import relocate, served_version
 from sesa.retrieval.base import Progress
 from sesa.skill_index import Encoder
 from sesa.skills import Bank
@@ -36,11 +36,13 @@ async def ask(
     runs.
     """
     config = solver_alone(config)
+    model_dir = prepare_model(config, say)
+    relocate(store, run_id, root.resolve() / run_id, model_dir)
     # A server that runs already is asked as it is: it may belong to a run that is training.
     versions = {} if "solver" in config.serving.attach else {"solver": served_version(store, run_id, "solver")}
     async with open_parts(
         config,
-        model_dir=prepare_model(config, say),
+        model_dir=model_dir,
         corpus=None,
         log_dir=root / run_id / "logs" / "ask",
         policies=("solver",),

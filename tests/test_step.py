@@ -14,8 +14,10 @@ from self_play import RUN, ScriptedPublisher, play, scripted_config, solver_scri
 from sesa.errors import ServerError
 from sesa.graphs.consolidating import step_metrics
 from sesa.graphs.step import NODES
+from sesa.graphs.updating import relocate
 from sesa.skills import Bank
-from sesa.types import FailureStatus, Message, Role, StopReason, Verdict
+from sesa.store import Store
+from sesa.types import FailureStatus, Message, PolicyVersion, Role, StopReason, Verdict
 
 TIMES = {"at", "created", "updated", "applied"}
 SCRIPT = Path(__file__).with_name("self_play.py")
@@ -214,3 +216,17 @@ async def test_a_rollout_lost_in_passing_is_recorded_and_enters_no_rate(
     assert lost
     assert all(r.stop_reason is StopReason.BACKEND_ERROR and "refused" in (r.error or "") for r in lost)
     assert not any(r.rewards for r in lost)
+
+
+def test_a_run_that_was_moved_is_found_where_it_lies_now(tmp_path: Path) -> None:
+    old, new, model = tmp_path / "old", tmp_path / "new", tmp_path / "model"
+    with Store.open(tmp_path / "sesa.sqlite") as store:
+        store.create_run(RUN, {}, {})
+        store.save_version(RUN, PolicyVersion(policy="solver", version=0, path=str(tmp_path / "gone")))
+        store.save_version(RUN, PolicyVersion(policy="solver", version=1, path=str(old / "weights/solver/v0001")))
+        store.save_version(RUN, PolicyVersion(policy="solver", version=2, path=str(old / "weights/solver/v0002")))
+        (new / "weights/solver/v0001").mkdir(parents=True)
+        model.mkdir()
+        relocate(store, RUN, new, model)
+        paths = [v.path for v in store.versions(RUN, "solver")]
+    assert paths == [str(model), str(new / "weights/solver/v0001"), str(old / "weights/solver/v0002")]
