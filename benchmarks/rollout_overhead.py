@@ -28,8 +28,9 @@ import orjson
 from sesa.agents.solver import solver
 from sesa.collector import rare_collections
 from sesa.completions import completion_request
-from sesa.config import ModelSection, RunConfig, load_config
+from sesa.config import RunConfig, load_config
 from sesa.embedded import resolve_model
+from sesa.files import cache_folder
 from sesa.graphs.solver import SolveTask, solve
 from sesa.llm import ByteTemplate, ChatTemplate, OpenAIPolicyClient, PolicyClient, Template
 from sesa.types import Answer, Hit, ModelCall, Passage, Search
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help='folder of the tokenizer, or "bytes"; default: that of the config')
     args = parser.parse_args()
     config = load_config(args.config)
-    model_dir = None if args.model == "bytes" else resolve_model(_model(config, args.model), progress=_say)
+    model_dir = None if args.model == "bytes" else _model_dir(config, args.model)
     template: Template = ChatTemplate(model_dir) if model_dir else ByteTemplate()
     with scripted_server(args.delay_ms, model_dir) as url:
         bench = Bench(config, url, template, args.at_once)
@@ -244,8 +245,9 @@ def _question(number: int) -> str:
     return f"{QUESTIONS[number // 8 % len(QUESTIONS)]} {number // 8}?"
 
 
-def _model(config: RunConfig, path: str) -> ModelSection:
-    return config.model.model_copy(update={"path": path}) if path else config.model
+def _model_dir(config: RunConfig, path: str) -> Path:
+    model = config.model.model_copy(update={"path": path}) if path else config.model
+    return resolve_model(model, cache_folder(config.corpus.cache), _say)
 
 
 def _say(line: str) -> None:

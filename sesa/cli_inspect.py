@@ -12,7 +12,11 @@ from sesa.cli_output import cell, choice, one_line, print_json, print_table, sho
 
 if TYPE_CHECKING:
     from sesa.skills import Bank
-    from sesa.store import RunRow, Store
+    from sesa.store import RolloutRow, RunRow, Store
+    from sesa.types import Question
+
+SHOWN = 20
+"""Rollouts listed under a skill; the rest are one command away."""
 
 runs = typer.Typer(no_args_is_help=True, help="Runs and what their steps did.")
 rollouts = typer.Typer(no_args_is_help=True, help="Rollouts: every prompt, reply, passage and reward.")
@@ -143,27 +147,47 @@ def rollouts_list(
             limit=limit,
             offset=offset,
         )
+        posed = {row.id: opened.questions(run_id, proposal_id=row.id) for row in rows if row.role is Role.PROPOSER}
+    questions = {row_id: found[0] for row_id, found in posed.items() if found}
+    refused = {row_id: question.refused_by for row_id, question in questions.items()}
     if json:
-        print_json([row.model_dump(mode="json") for row in rows])
+        print_json([{**row.model_dump(mode="json"), "refused_by": refused.get(row.id)} for row in rows])
         return
     print_table(
-        ("rollout", "step", "role", "question", "stop", "return", "turns", "searches", "tokens", "answer"),
+        (
+            "rollout",
+            "step",
+            "role",
+            "stop",
+            "refused by",
+            "return",
+            "turns",
+            "searches",
+            "tokens",
+            "answer or question",
+        ),
         (
             (
                 row.id,
                 row.step,
                 row.role,
-                row.question_id,
                 row.stop_reason,
+                refused.get(row.id),
                 row.value,
                 row.turns,
                 row.searches,
                 row.sampled_tokens,
-                short(cell(row.answer if row.error is None else f"({row.error})"), 60),
+                short(_said(row, questions.get(row.id)), 60),
             )
             for row in rows
         ),
     )
+
+
+def _said(row: RolloutRow, question: Question | None) -> str:
+    if row.error is not None:
+        return f"({row.error})"
+    return cell((question.text or None) if question else row.answer)
 
 
 @rollouts.command("show")
@@ -266,7 +290,7 @@ def skills_show(
             )
         found = bank.skills[skill]
         events = opened.bank_events(run_id, upto=bank.version, skill_id=skill)
-        used = opened.rollout_rows(run_id, skill_id=skill, limit=20)
+        used = opened.rollout_rows(run_id, skill_id=skill)
     if json:
         print_json(
             {
@@ -282,7 +306,11 @@ def skills_show(
     print(f"skill {found.id}  {found.status}  {found.source}  step {found.created_step}")
     for label in ("trigger", "description", "avoidance", "query_template"):
         print(f"  {label:16} {cell(one_line(getattr(found, label)) or None)}")
-    print(f"  {'numbers':16} loaded {counters.retrieved}  helpful {counters.helpful}  hurt {counters.hurt}")
+    in_form = counters.retrieved - counters.helpful - counters.hurt
+    uncounted = f"  {in_form} failed in form and count for neither" if in_form else ""
+    print(f"  {'numbers':16} loaded {counters.retrieved}  helpful {counters.helpful}  hurt {counters.hurt}{uncounted}")
+    if found.source == "seed":
+        print(f"  {'':16} a seed skill: it stays, whatever its numbers")
     if found.provenance:
         print(f"  {'from':16} {', '.join(found.provenance)}")
     print(f"\nevents up to bank version {bank.version}")
@@ -292,5 +320,7 @@ def skills_show(
             f"  v{event.version} step {event.step}  {event.kind}: {one_line(event.reason)}  {_pairs(detail)}".rstrip()
         )
     print("\nloaded by" if used else "\nloaded by no rollout")
-    for row in used:
+    for row in used[:SHOWN]:
         print(f"  {row.id}  {row.stop_reason}  return {cell(row.value)}")
+    if len(used) > SHOWN:
+        print(f"  … and {len(used) - SHOWN} more: sesa rollouts list --run {run_id} --skill {found.id}")

@@ -31,7 +31,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=number == 0, overflow="fold")
+        table.add_column(column, no_wrap=number < len(columns) - 1, overflow="fold")
     for line in cells:
         table.add_row(*(Text(text) for text in line))
     Console().print(table)

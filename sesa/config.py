@@ -120,7 +120,9 @@ class BankSection(Section):
     min_similarity: float = Field(0.25, ge=-1, le=1, description="cosine similarity below which no skill is loaded")
     admit_below: float = Field(0.93, ge=-1, le=1, description="largest cosine similarity of a new skill to the bank")
     max_active: int = Field(800, ge=1, description="active skills above which the lowest-scoring one is evicted")
-    retire_after: int = Field(3, ge=1, description="loads after which helpful - hurt < 0 retires a skill")
+    retire_after: int = Field(
+        3, ge=1, description="loads after which helpful - hurt < 0 retires a skill; seed skills stay"
+    )
     seed_skills: bool = Field(True, description="start with the hand-written seed skills")
 
 

@@ -180,7 +180,7 @@ def test_rollouts_list(sesa: Any) -> None:
     code, out, _ = sesa("rollouts", "list")
     assert code == 0
     head, *rows = lines(out)
-    assert head[:6] == ["rollout", "step", "role", "question", "stop", "return"]
+    assert head[:6] == ["rollout", "step", "role", "stop", "refused by", "return"]
     assert [row[0] for row in rows] == [PROPOSAL, SOLVED, UNTRAINED]
     assert rows[1][5:] == ["0.8333", "3", "2", "6", "answer 1"]
     assert rows[2][5] == "-"
@@ -199,6 +199,7 @@ def test_rollouts_list(sesa: Any) -> None:
         "id",
         "role",
         "question_id",
+        "refused_by",
         "step",
         "sample",
         "stop_reason",
@@ -261,6 +262,7 @@ def test_rollouts_show_json(sesa: Any) -> None:
         "answer",
         "sampled_tokens",
         "question",
+        "evidence_readings",
         "trained",
     }
     assert view["question"]["status"] == "pass" and view["trained"]["trained_tokens"] == view["sampled_tokens"] == 6
