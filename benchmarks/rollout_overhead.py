@@ -6,6 +6,9 @@ A scripted server in a process of its own replies after a fixed 50 ms with 40 to
 a search, then an answer. Both arms use the same client, agent, conversation and retriever; the bare arm is a ``while``
 loop that keeps no records. They take turns, and so do the clients, so that a machine that slows down meanwhile slows
 all of them; every figure is the median of the rounds. Processor time is that of this process, without the server's.
+
+Run it on an idle machine: it is the waiting for replies that hides the graph's processor time, and the busier the cores
+are with other things, the nearer the ratio comes to that of the processor times.
 """
 
 from __future__ import annotations
