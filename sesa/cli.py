@@ -5,12 +5,15 @@ Commands import what they use when they run, so that `sesa --help` answers at on
 
 from __future__ import annotations
 
+import os
 import sys
 from io import TextIOWrapper
+from typing import NoReturn
 
 import typer
 
 from sesa import cli_inspect, cli_work
+from sesa.cli_output import MOST_SHOWN, one_line, outside
 from sesa.errors import SesaError
 
 app = typer.Typer(
@@ -37,8 +40,18 @@ def main() -> None:
     try:
         app()
     except SesaError as error:
-        print(f"sesa: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _refuse(str(error))
+    except BrokenPipeError:  # the reader has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except UnicodeEncodeError:
+        _refuse("an argument is not valid UTF-8; write it anew")
+    except (OSError, OverflowError) as error:
+        _refuse(outside(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"sesa: {one_line(message, MOST_SHOWN)}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

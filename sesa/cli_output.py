@@ -64,6 +64,18 @@ def one_line(text: str, most: int | None = None) -> str:
     return flat if most is None or len(flat) <= most else flat[: most - 1] + "…"
 
 
+MOST_SHOWN = 600
+"""Characters of an error that are shown: it may quote a value, key or id of any length."""
+
+
+def outside(error: OSError | OverflowError) -> str:
+    """What the system refused of what it was given: a path that cannot be used, a number beyond all bounds."""
+    if isinstance(error, OverflowError):
+        return f"a number is too large: {error}; give a smaller one"
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; name another path or mend its permissions"
+
+
 def short(text: str, most: int) -> str:
     """Text on one line, cut beyond ``most`` characters on a terminal; whole where a program reads it."""
     return one_line(text, most if sys.stdout.isatty() else None)

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sesa.errors import ConfigError
 
+MAX_EXTENDS = 20
+
 
 class Section(BaseModel):
     # Strict: ``true`` is no number and "5" no count; a value of another type is a slip, not a way to write it.
@@ -187,6 +189,26 @@ class RunConfig(Section):
             raise ValueError('retrieval.url must be set for retrieval.kind = "http"')
         if self.reward.low >= self.reward.high:
             raise ValueError("reward.low must be below reward.high")
+        if self.serving.layout == "lora" and self.training.enabled:
+            raise ValueError(
+                'training.enabled: training writes whole weights; set it false for serving.layout = "lora"'
+            )
+        if unknown := set(self.serving.attach) - {"proposer", "solver"}:
+            raise ValueError(f"serving.attach: {unknown.pop()}: no such policy; there are proposer and solver")
+        for name, section in (("proposer", self.proposer), ("solver", self.solver), ("distiller", self.distiller)):
+            if section.sampling.max_tokens >= self.model.max_model_len:
+                raise ValueError(f"{name}.sampling.max_tokens must be below model.max_model_len")
+        try:
+            re.compile(self.corpus.seed_pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"corpus.seed_pattern: no regular expression: {error}") from None
+        for key, path in (
+            ("run.root", self.run.root),
+            ("corpus.path", self.corpus.path),
+            ("model.path", self.model.path),
+        ):
+            if "\0" in path:
+                raise ValueError(f"{key}: a path cannot hold a null character")
         if self.judge.enabled:
             raise ValueError("judge.enabled: the judge does not take part in runs yet; leave it false")
         if self.validity.min_chars > self.validity.max_chars:
@@ -248,11 +270,17 @@ def _leaves(model: type[BaseModel], prefix: str, values: BaseModel | None = None
 
 def _read_toml(path: Path, seen: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     """The file and those it extends as (file, what it sets), the one that has the last word at the end."""
-    path = path.expanduser().resolve()
-    if path in seen:
-        raise ConfigError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, path))}")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        path = path.expanduser().resolve()
+        if path in seen:
+            raise ConfigError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, path))}")
+        if len(seen) >= MAX_EXTENDS:
+            raise ConfigError(f"{path}: is the end of {len(seen)} files that extend each other; put them into fewer")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is no regular file; name a TOML file")
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except ConfigError:
+        raise
     except FileNotFoundError:
         asked = f" (asked for by {seen[-1]})" if seen else "; those shipped are in configs/"
         raise ConfigError(f"{path}: no such configuration file{asked}") from None
@@ -260,6 +288,8 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> list[tuple[str, dict[str, 
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except (ValueError, RuntimeError) as error:  # a number or a nesting beyond all bounds; ~nobody; a loop of links
+        raise ConfigError(f"{path}: cannot be read: {str(error)[:200] or type(error).__name__}") from None
     parent = data.pop("extends", None)
     if parent is None:
         return [(str(path), data)]
@@ -303,7 +333,7 @@ def _literal(key: str, text: str) -> Any:
     """
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond all bounds
         return text
     default = next((default for name, _, default in config_keys() if name == key), None)
     return text if isinstance(default, str) and not isinstance(value, str) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import orjson
 from sesa import wikidump
 from sesa.config import CorpusSection
 from sesa.errors import DataError, NotFoundError
-from sesa.files import cache_folder, locked, package_folder, sha256_of
+from sesa.files import cache_folder, expanded, locked, package_folder, sha256_of
 from sesa.jsonl import open_source, read_rows, text_field, write_rows
 from sesa.types import Passage
 
@@ -66,13 +67,15 @@ def load_corpus(section: CorpusSection, progress: Progress | None = None) -> Cor
     The whole corpus is held in memory: about 1.5 KB a passage of 100 words.
     Raises NotFoundError and DataError (file, line, reason, remedy).
     """
-    path = embedded_dump() if section.path == "embedded" else Path(section.path).expanduser()
+    path = embedded_dump() if section.path == "embedded" else expanded(section.path)
     with open_source(path) as file:
         try:
-            head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-        except (OSError, EOFError) as error:
+            head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+        except (OSError, EOFError, zlib.error) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{path}: cut off or damaged, nothing of it can be read ({reason}); get it again") from None
+    if not head:
+        raise DataError(f"{path}: is empty; set corpus.path to a file of passages, a Wikipedia dump or \"embedded\"")
     if head.startswith(b"<"):
         return Corpus.of(_parsed_dump(path, section, progress), section.path)
     if not head.startswith(b"{"):
@@ -80,8 +83,8 @@ def load_corpus(section: CorpusSection, progress: Progress | None = None) -> Cor
     return Corpus.of(read_passages(path, skip_bad=section.skip_bad), section.path)
 
 
-def read_passages(path: Path, *, skip_bad: bool = False) -> list[Passage]:
-    """Read a JSONL file of passages. Further fields are ignored; a repeated id is a bad row.
+def read_passages(path: Path, *, skip_bad: bool = False, remedy: str = _REMEDY) -> list[Passage]:
+    """Read a JSONL file of passages. Further fields are ignored; a repeated id is a bad row. ``remedy`` ends messages.
 
     Raises NotFoundError; DataError naming the first bad row and their number.
     """
@@ -94,7 +97,7 @@ def read_passages(path: Path, *, skip_bad: bool = False) -> list[Passage]:
         ids.add(passage.id)
         return passage
 
-    return read_rows(path, parse, skip_bad=skip_bad, remedy=_REMEDY)[0]
+    return read_rows(path, parse, skip_bad=skip_bad, remedy=remedy)[0]
 
 
 def embedded_dump() -> Path:
@@ -128,11 +131,20 @@ def _parsed_dump(path: Path, section: CorpusSection, progress: Progress | None) 
         with locked(cached.with_suffix(".lock")):
             if not cached.is_file():
                 write_rows(cached, (p.model_dump() for p in _parse(path, section.skip_bad, progress)))
-    return read_passages(cached)
+    return read_passages(cached, remedy="delete this file, and the dump is parsed again")
 
 
 def _parse(path: Path, skip_bad: bool, progress: Progress | None) -> Iterable[Passage]:
+    """The passages of a dump. A page that comes again is the same page. Raises DataError where no article has text."""
+    seen: set[str] = set()
+    empty = True
     for count, article in enumerate(wikidump.read_articles(path, skip_bad=skip_bad), start=1):
-        yield from wikidump.passages_of(article)
+        if article.id not in seen:
+            seen.add(article.id)
+            passages = wikidump.passages_of(article)
+            empty = empty and not passages
+            yield from passages
         if progress:
             progress("read articles", count, 0)
+    if empty:
+        raise DataError(f"{path}: no article of this dump has text; use a pages-articles dump, which holds the texts")

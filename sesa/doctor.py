@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sesa.config import RunConfig
 from sesa.embedded import MANIFEST, NEEDED_BYTES, packaged_gguf, resolve_model
 from sesa.errors import SesaError
-from sesa.files import cache_folder
+from sesa.files import cache_folder, expanded
 from sesa.machine import cores, memory_bytes
 from sesa.server_process import free_ports
 from sesa.vllm_command import GIB, server_bytes, servers_to_start
@@ -69,7 +69,7 @@ def _memory(run: RunConfig) -> Finding:
     servers = 0 if run.serving.device == "gpu" else servers_to_start(run)
     weights = EMBEDDED_WEIGHTS_BYTES
     if run.model.path != "embedded":
-        weights = sum(p.stat().st_size for p in Path(run.model.path).expanduser().glob("*.safetensors"))
+        weights = sum(p.stat().st_size for p in expanded(run.model.path).glob("*.safetensors"))
     # The trainer: weights, gradients, two moments, and activations of about as much again.
     needed = servers * (server_bytes(run, Path(os.devnull)) + weights)
     needed += 5 * weights + GIB if run.training.enabled else 0
@@ -148,7 +148,7 @@ def _model(run: RunConfig) -> Finding:
 
 
 def _corpus(run: RunConfig) -> Finding:
-    path = Path(run.corpus.path).expanduser()
+    path = expanded(run.corpus.path)
     if run.corpus.path != "embedded":
         if not path.is_file():
             return Finding("corpus", False, f"{path}: no such file", 'correct corpus.path, or set it to "embedded"')
@@ -180,7 +180,7 @@ def _writable(name: str, folder: Path, key: str) -> Finding:
 
 def _nearest(folder: Path) -> Path:
     """``folder``, or its nearest parent that exists."""
-    folder = folder.expanduser().absolute()
+    folder = expanded(folder).absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 

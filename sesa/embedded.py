@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from sesa.config import ModelSection
 from sesa.errors import BusyError, ConfigError, DependencyError, ServerError, StorageFullError
-from sesa.files import cache_folder, disk_errors, package_folder, replacing, sha256_of
+from sesa.files import cache_folder, disk_errors, expanded, package_folder, replacing, sha256_of
 
 MANIFEST = "manifest.json"
 # float32 weights, tokenizer, and the room to write them beside a damaged copy.
@@ -32,7 +32,7 @@ def resolve_model(model: ModelSection, cache: Path | None = None, progress: Prog
     """The folder of the configured model. Raises ConfigError naming what the folder lacks."""
     if model.path == "embedded":
         return embedded_model(cache, progress)
-    folder = Path(model.path).expanduser().resolve()
+    folder = expanded(model.path).resolve()
     if not folder.is_dir():
         raise ConfigError(f'model.path: {folder}: no such folder; name one with safetensors, or "embedded"')
     check_model_folder(folder)
@@ -76,11 +76,8 @@ def embedded_model(cache: Path | None = None, progress: Progress | None = None) 
     folder = models / f"smollm2-135m-instruct-{version}"
     if _verified(folder):
         return folder
-    try:
-        with disk_errors(models):
-            models.mkdir(parents=True, exist_ok=True)
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"{models}: cannot be written ({error.strerror}); set corpus.cache") from None
+    with disk_errors(models):
+        models.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(models / f".{folder.name}.lock", timeout=CONVERSION_LIMIT_S):
             # Another process may have built it while this one waited.

@@ -13,14 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sesa.errors import DependencyError, StorageFullError
+from sesa.errors import ConfigError, DependencyError, SesaError, StorageFullError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder(configured: str = "") -> Path:
-    """The folder of indexes, parsed corpora and converted models: ``corpus.cache``, else ``~/.cache/sesa``."""
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "sesa"
+    """The folder of indexes, parsed corpora and converted models: ``corpus.cache``, else ``~/.cache/sesa``.
+
+    Raises ConfigError where it cannot be looked at (no permission, name too long); it need not exist.
+    """
+    folder = expanded(configured or "~/.cache/sesa")
+    with disk_errors(folder):
+        folder.exists()
+    return folder
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with a leading ``~`` or ``~user`` replaced. Raises ConfigError where there is no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no such home folder; write the path out in full") from None
 
 
 @contextmanager
@@ -28,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` that takes its place, synced to disk, when the block ends well.
 
     The temporary path does not exist yet: write a file or make a folder there. A folder takes the place of an older
-    one. Nothing is left behind when the block raises. A full disk is a StorageFullError that names the folder.
+    one. Nothing is left behind when the block raises. Raises what `disk_errors` does for the folder.
     """
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,15 +62,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn "no space left" in the block into a StorageFullError that names ``folder``."""
+    """Turn what the system says in the block about ``folder``, which lies in the cache, into errors that name it.
+
+    Raises StorageFullError for "no space left", else ConfigError. An error that names a file elsewhere passes as it is.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL and not isinstance(error, StorageFullError):
+        if isinstance(error, SesaError) or error.errno is None:
+            raise
+        if error.errno in _FULL:
             raise StorageFullError(
                 f"{folder}: the disk is full; free some space and run the same command again"
             ) from error
-        raise
+        if isinstance(error.filename, str | bytes) and not _related(Path(os.fsdecode(error.filename)), folder):
+            raise
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError(f"{_short(folder)}: {reason}; name another with corpus.cache (--cache)") from error
 
 
 @contextmanager
@@ -66,7 +88,8 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("a")
     with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with disk_errors(path.parent):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
@@ -86,6 +109,18 @@ def package_folder(package: str) -> Path:
         name = package.replace("_", "-")
         raise DependencyError(f"{package}: the package is not installed; run `pip install {name}`")
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _related(path: Path, folder: Path) -> bool:
+    """Whether one of the two lies in the other."""
+    path, folder = path.absolute(), folder.absolute()
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
+
+
+def _short(path: Path) -> str:
+    """A path to print: one that the system found too long is too long for a message as well."""
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _sync(path: Path) -> None:

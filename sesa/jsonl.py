@@ -6,8 +6,10 @@ All bad rows are counted and the first is named; the whole file is refused unles
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import IO, Any, TypeVar
 import orjson
 
 from sesa.errors import DataError, NotFoundError
-from sesa.files import disk_errors, replacing
+from sesa.files import replacing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -55,8 +57,10 @@ def read_rows(
     if bad and not skip_bad:
         count = "the only row" if rows == 1 else f"{bad} of {rows} rows"
         raise DataError(f"{first}; {count} unusable; {remedy}")
+    if not rows:
+        raise DataError(f"{path}: is empty: it holds no rows; write one JSON object a line")
     if not records:
-        raise DataError(f"{first or path}{'; no row is left' if first else ': holds no rows'}; {remedy}")
+        raise DataError(f"{first}; no row is left; {remedy}")
     if bad:
         log.warning("%s: skipped %d of %d rows; the first: %s", path, bad, rows, first)
     return records, outcome
@@ -86,9 +90,12 @@ def text_field(row: Mapping[str, Any], name: str, *, default: str | None = None)
 def open_source(path: Path) -> IO[bytes] | bz2.BZ2File | gzip.GzipFile:
     """Open a file for reading, unpacking gzip or bzip2, which are told by content and not by name.
 
-    Raises NotFoundError when it is not there, DataError when it cannot be read.
+    Raises NotFoundError when it is not there, DataError when it cannot be read or is no regular file: a pipe or a
+    device would block, and a source is read more than once.
     """
     try:
+        if not path.is_file() and path.exists():
+            raise DataError(f"{path}: is no regular file; name a file")
         with path.open("rb") as file:
             magic = file.read(3)
     except FileNotFoundError:
@@ -104,12 +111,12 @@ def open_source(path: Path) -> IO[bytes] | bz2.BZ2File | gzip.GzipFile:
 
 def _lines(path: Path) -> Iterator[bytes]:
     read = 0
-    with disk_errors(path.parent), open_source(path) as file:
+    with open_source(path) as file:
         try:
             for line in file:
                 read += 1
-                yield line
-        except (EOFError, OSError) as error:
+                yield line.removeprefix(codecs.BOM_UTF8) if read == 1 else line
+        except (EOFError, OSError, zlib.error) as error:
             raise DataError(f"{path}:{read + 1}: the compressed file is cut off or damaged: {error}") from None
 
 

@@ -14,7 +14,7 @@ from sesa.chunking import sentences
 from sesa.config import CorpusSection
 from sesa.corpus import Corpus, Progress
 from sesa.errors import ConfigError
-from sesa.files import cache_folder, locked
+from sesa.files import cache_folder, expanded, locked
 from sesa.jsonl import read_rows, text_field, write_rows
 from sesa.types import Passage, SeedAnswer
 
@@ -75,7 +75,7 @@ def load_seeds(section: CorpusSection, corpus: Corpus, progress: Progress | None
     Raises NotFoundError and DataError (file, line, reason, remedy).
     """
     if section.seeds:
-        return matching(read_seeds(Path(section.seeds).expanduser(), skip_bad=section.skip_bad), section)
+        return matching(read_seeds(expanded(section.seeds), skip_bad=section.skip_bad), section)
     cached = cache_folder(section.cache) / "seeds" / f"{corpus.fingerprint[:16]}-v{VERSION}.jsonl"
     if not cached.is_file():
         with locked(cached.with_suffix(".lock")):
@@ -88,10 +88,7 @@ def matching(seeds: list[SeedAnswer], section: CorpusSection) -> list[SeedAnswer
     """The seeds that ``seed_pattern`` lets through. Raises ConfigError for a bad pattern and where none is left."""
     if not section.seed_pattern:
         return seeds
-    try:
-        pattern = re.compile(section.seed_pattern)
-    except re.error as error:
-        raise ConfigError(f"corpus.seed_pattern: {section.seed_pattern!r}: {error}") from None
+    pattern = re.compile(section.seed_pattern)  # the configuration has made sure that it is one
     chosen = [seed for seed in seeds if pattern.fullmatch(seed.answer)]
     if not chosen:
         raise ConfigError(f"corpus.seed_pattern: {section.seed_pattern!r} matches none of {len(seeds)} seed answers")

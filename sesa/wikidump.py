@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from sesa.types import Passage
 from sesa.wikitext import is_disambiguation, sections
 
 # Part of the key of a parsed dump in the cache: raise it whenever the passages of an unchanged dump would change.
-READER_VERSION = 1
+READER_VERSION = 2
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,14 @@ def read_articles(path: Path, *, skip_bad: bool = False) -> Iterator[Article]:
             for article in _pages(cast(IO[bytes], file)):
                 count += 1
                 yield article
-        except (ElementTree.ParseError, EOFError, OSError, UnicodeDecodeError) as error:
+        except (ElementTree.ParseError, EOFError, OSError, zlib.error, ValueError, LookupError) as error:
+            # The last two: the file declares an encoding that is unknown or that the parser cannot read.
+            if not count:
+                raise DataError(
+                    f"{path}: is no Wikipedia dump, or damaged at its start ({error}); get a pages-articles XML file"
+                ) from None
             what = f"{path}: the dump is cut off or damaged after {count} articles ({error})"
-            if not skip_bad or not count:
+            if not skip_bad:
                 raise DataError(
                     f"{what}; download it again, or set corpus.skip_bad = true to keep those articles"
                 ) from None

@@ -209,7 +209,7 @@ def test_keys_that_do_not_fit_together_are_refused(overrides: dict[str, str], sa
 def test_a_file_that_is_missing_unreadable_or_no_toml_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     assert refusal(missing) == f"{missing}: no such configuration file; those shipped are in configs/"
-    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
+    assert refusal(tmp_path).startswith(f"{tmp_path}: is no regular file")
     bad = write(tmp_path, bad="[run\nsteps = 1")
     assert refusal(bad).startswith(f"{bad}: not valid TOML: ") and "line 1" in refusal(bad)
     bad.write_bytes(b"[run]\nroot = '\xff'\n")
@@ -314,3 +314,34 @@ def test_the_cpu_configuration_needs_nothing_that_is_not_embedded() -> None:
     assert (config.model.path, config.corpus.path, config.retrieval.encoder) == ("embedded",) * 3
     assert config.serving.device == "cpu" and config.model.dtype == "float32"
     assert config.distiller.endpoint == "policy" and not config.judge.enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[run]\nseed = " + "9" * 5000, "cannot be read"),
+        ("a = " + "[" * 5000, "cannot be read"),
+        ("[corpus]\nseed_pattern = '('", "no regular expression"),
+        ("[serving]\nlayout = 'lora'", "training writes whole weights"),
+        ("[serving.attach]\nsolvr = 'http://h:1'", "no such policy"),
+        ("[solver.sampling]\nmax_tokens = 4096", "must be below model.max_model_len"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(file)
+
+
+def test_a_long_chain_of_files_ends_in_a_refusal(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.toml").write_text(f'extends = "{number + 1}.toml"')
+    with pytest.raises(ConfigError, match="put them into fewer"):
+        load_config(tmp_path / "0.toml")
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"\xef\xbb\xbf[solver]\nrollouts = 7\n")
+    assert load_config(file).solver.rollouts == 7

@@ -115,7 +115,7 @@ def test_nothing_left_after_skipping_is_an_error_too(tmp_path: Path) -> None:
 def test_missing_foreign_and_cut_off_files(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         load_corpus(CorpusSection(path=str(tmp_path / "none.jsonl")))
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+    with pytest.raises(DataError, match="is no regular file"):
         load_corpus(CorpusSection(path=str(tmp_path)))
     (tmp_path / "x.csv").write_text("id,title,text\n")
     with pytest.raises(DataError, match="neither JSONL passages"):

@@ -161,7 +161,7 @@ def test_rollouts_show_tells_trained_from_sampled(played: Played) -> None:
 
 @pytest.mark.parametrize("bank", ["on", "off"])
 def test_ask_answers_with_and_without_the_bank(played: Played, bank: str) -> None:
-    question = "Which river flows through the city of Paris?"
+    question = "In what year was the company that built the tower founded?"  # a seed skill is about such dates
     done = sesa("ask", "--run", played.run_id, "--root", str(played.root), "--bank", bank, "--json", question)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

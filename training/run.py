@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from sesa.cli_output import MOST_SHOWN, one_line, outside
 from sesa.config import RunConfig, config_keys, load_config, stored_config, toml_value
 from sesa.consolidation import prime
 from sesa.corpus import Corpus, load_corpus
@@ -49,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, overrides = parse_arguments(sys.argv[1:] if argv is None else argv)
         return run(args, overrides)
     except SesaError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(str(error), MOST_SHOWN)}", file=sys.stderr)
+        return 2
+    except (OSError, OverflowError) as error:  # a path or a number from outside that the system refuses
+        print(f"error: {one_line(outside(error), MOST_SHOWN)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -106,7 +110,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, 
 
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Start or resume a run and see it to its end."""
-    if args.resume:
+    if args.resume is not None:
         return _resume(args, overrides)
     config = load_config(args.config, overrides)
     if args.dry_run:

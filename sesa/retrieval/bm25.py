@@ -53,10 +53,17 @@ def folder_for(corpus: Corpus, cache: Path) -> Path:
 
 
 def build(corpus: Corpus, folder: Path, progress: Progress | None = None) -> None:
-    """Index the corpus and write it to ``folder``, all or nothing. Two cores: about 3 s per 20,000 passages."""
+    """Index the corpus and write it to ``folder``, all or nothing. Two cores: about 3 s per 20,000 passages.
+
+    Raises DataError for a corpus without an indexable word; ConfigError and StorageFullError as `replacing` does.
+    """
     import bm25s
 
     tokens = _tokens([indexed_text(passage) for passage in corpus.passages])
+    if not any(tokens):
+        raise DataError(
+            f"{corpus.source}: holds no word to index, only stop words and signs; set corpus.path to another file"
+        )
     if progress:
         progress("index words", len(corpus) // 2, len(corpus))
     index = bm25s.BM25()
@@ -77,7 +84,7 @@ def load(corpus: Corpus, folder: Path) -> BM25Retriever:
     try:
         index = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
         count = int(index.scores["num_docs"])
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise DataError(f"{folder}: the index is damaged ({error}); delete the folder and build again") from error
     if count != len(corpus):
         raise DataError(f"{folder}: indexes {count} passages, the corpus has {len(corpus)}; delete it and build again")

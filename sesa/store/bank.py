@@ -65,7 +65,7 @@ class BankStore(Database):
         with self._read() as connection:
             rows = page_of(connection, table, conditions(table, run_id, status=status), ("seq", "id"), ids, limit, 0)
             passages = passages_of(connection, run_id, codec.evidence_keys(rows))
-        return [codec.failure_of(row, passages) for row in rows]
+            return [codec.failure_of(row, passages) for row in rows]
 
     # -------------------------------------------------------------------------------------------------------- bank
 

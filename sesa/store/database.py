@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 
@@ -56,8 +58,11 @@ class Database:
 
     @contextmanager
     def _read(self, run_id: str | None = None) -> Iterator[sa.Connection]:
-        """A transaction that sees one state of the store. Raises NotFoundError for a run it does not hold."""
-        with _translated(self.name), self._reader.begin() as connection:
+        """A transaction that sees one state of the store. Rows are decoded within it.
+
+        Raises NotFoundError for a run it does not hold, StoreError where what the block decodes is unreadable.
+        """
+        with _decoding(self.name), _translated(self.name), self._reader.begin() as connection:
             if run_id is not None:
                 self._require_run(connection, run_id, lock=False)
             yield connection
@@ -134,8 +139,9 @@ def _url(location: str | Path) -> URL:
         return URL.create("sqlite", database=text)
     try:
         url = sa.make_url(text)
-    except sa.exc.ArgumentError:
-        raise StoreError(f"{text}: is no database URL; expected a file, sqlite:///FILE or postgresql://…") from None
+    except (sa.exc.ArgumentError, ValueError):
+        shown = re.sub(r"(://[^/:@]*):.*@", r"\1:***@", text)
+        raise StoreError(f"{shown}: is no database URL; expected a file, sqlite:///FILE or postgresql://…") from None
     if url.get_backend_name() == "sqlite":
         if not url.database or url.database == ":memory:":
             raise StoreError(f"{text}: names no file; a store is shared by processes, e.g. sqlite:///runs/sesa.sqlite")
@@ -147,9 +153,15 @@ def _url(location: str | Path) -> URL:
 
 def _sqlite(url: URL, *, create: bool) -> sa.Engine:
     path = Path(url.database or "")
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise StoreError(
+            f"{path}: the store cannot be opened: {error.strerror}; check the permissions of its folder"
+        ) from None
+    if is_folder:
         raise StoreError(f"{path}: is a folder; name the store's file in it")
-    if not create and not path.exists():
+    if not create and not exists:
         raise NotFoundError(
             f"{path}: no store there; start a run with `python training/run.py`, or name another --root"
         )
@@ -222,6 +234,27 @@ def _translated(name: str) -> Iterator[None]:
         raise BusyError(f"{name}: all connections are in use; lower run.concurrency") from error
     except sa.exc.DBAPIError as error:
         raise _translate(error.orig or error, name) from error
+    except OverflowError as error:
+        raise StoreError(f"{name}: a number is beyond the 64 bits that the store holds; give a smaller one") from error
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Turn what decoding a damaged row raises into a StoreError."""
+    try:
+        yield
+    except SesaError:
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise _unreadable(name, f"{place}: {first['msg']}" if place else first["msg"]) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(name, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(name: str, reason: str) -> StoreError:
+    return StoreError(f"{name}: holds an unreadable row ({' '.join(reason.split())}); restore it from a copy")
 
 
 def _translate(cause: BaseException, name: str) -> SesaError:
@@ -243,6 +276,8 @@ def _translate(cause: BaseException, name: str) -> SesaError:
     kinds = {kind.__name__ for kind in type(cause).__mro__}  # of sqlite3 or psycopg: both name them as PEP 249 does
     if "IntegrityError" in kinds:
         return StoreError(f"{name}: refused a write: {lines[0]}")
+    if lines[0].startswith("Could not decode to UTF-8"):
+        return _unreadable(name, lines[0])
     if "OperationalError" in kinds and not code:
         return StoreError(f"{name}: cannot be reached ({lines[0]}); check the URL and that the server runs")
     return StoreError(f"{name}: {lines[0]}")

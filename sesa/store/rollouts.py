@@ -62,7 +62,7 @@ class RolloutStore(Database):
         with self._read() as connection:
             rows = page_of(connection, table, where, ("step", "id"), ids, limit, offset)
             passages = passages_of(connection, run_id, codec.evidence_keys(rows))
-        return [codec.question_of(row, passages) for row in rows]
+            return [codec.question_of(row, passages) for row in rows]
 
     # ---------------------------------------------------------------------------------------------------- rollouts
 
@@ -140,7 +140,7 @@ class RolloutStore(Database):
             where.append(table.c.id.in_(loaded))
         with self._read() as connection:
             rows = page_of(connection, table, where, _ORDER, None, limit, offset)
-        return [RolloutRow.model_validate({n: row[n] for n in RolloutRow.model_fields}) for row in rows]
+            return [RolloutRow.model_validate({n: row[n] for n in RolloutRow.model_fields}) for row in rows]
 
     def count_rollouts(
         self,
