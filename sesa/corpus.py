@@ -75,7 +75,7 @@ def load_corpus(section: CorpusSection, progress: Progress | None = None) -> Cor
             reason = " ".join(str(error).split())
             raise DataError(f"{path}: cut off or damaged, nothing of it can be read ({reason}); get it again") from None
     if not head:
-        raise DataError(f"{path}: is empty; set corpus.path to a file of passages, a Wikipedia dump or \"embedded\"")
+        raise DataError(f'{path}: is empty; set corpus.path to a file of passages, a Wikipedia dump or "embedded"')
     if head.startswith(b"<"):
         return Corpus.of(_parsed_dump(path, section, progress), section.path)
     if not head.startswith(b"{"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from sesa.chunking import chunks, sentences
 from sesa.config import CorpusSection
 from sesa.corpus import Corpus, embedded_dump, load_corpus, read_passages
-from sesa.errors import DataError, NotFoundError, StorageFullError
-from sesa.files import disk_errors, replacing
+from sesa.errors import ConfigError, DataError, NotFoundError, ServerError, StorageFullError
+from sesa.files import cache_folder, disk_errors, expanded, locked, replacing
 from sesa.types import Passage
 from sesa.wikidump import Article, passages_of, read_articles
 from sesa.wikitext import is_disambiguation, sections
@@ -124,6 +125,23 @@ def test_missing_foreign_and_cut_off_files(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(many)[:-2000])
     with pytest.raises(DataError, match="cut off or damaged"):
         read_passages(tmp_path / "cut.gz")
+
+
+def test_a_byte_order_mark_costs_no_row_and_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    path = rows(tmp_path / "p.jsonl", b"\xef\xbb\xbf" + json.dumps(ROW).encode(), {**ROW, "id": "p2"})
+    assert [p.id for p in load_corpus(CorpusSection(path=str(path))).passages] == ["p1", "p2"]
+    (tmp_path / "none.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match="none.jsonl: is empty"):
+        load_corpus(CorpusSection(path=str(tmp_path / "none.jsonl")))
+
+
+def test_pipes_and_devices_are_refused_and_do_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(DataError, match="is no regular file"):
+            load_corpus(CorpusSection(path=str(path)))
+        with pytest.raises(DataError, match="is no regular file"):
+            list(read_articles(path))
 
 
 def test_fingerprint_follows_content_and_order() -> None:
@@ -254,6 +272,36 @@ def test_a_dump_without_articles(tmp_path: Path) -> None:
         list(read_articles(path))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"<html><p>Not found<br></html>",
+        dump(page("A", PROSE))[:200],
+        b'<?xml version="1.0" encoding="no-such"?>' + dump(page("A", PROSE)),
+        b'<?xml version="1.0" encoding="shift_jis"?>' + dump(page("A", PROSE)),
+    ],
+)
+def test_what_is_no_dump_is_not_said_to_hold_articles_to_keep(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "d.xml"
+    path.write_bytes(content)
+    for skip_bad in (False, True):
+        with pytest.raises(DataError, match="is no Wikipedia dump, or damaged at its start") as caught:
+            list(read_articles(path, skip_bad=skip_bad))
+        assert "skip_bad" not in str(caught.value)
+
+
+def test_a_page_that_comes_twice_is_read_once_and_a_dump_without_text_is_not_cached(tmp_path: Path) -> None:
+    path = tmp_path / "d.xml"
+    section = CorpusSection(path=str(path), cache=str(tmp_path / "cache"))
+    path.write_bytes(dump(page("Aardvark", PROSE), page("Aardvark", PROSE), page("Bee", PROSE, number=2)))
+    assert [p.id for p in load_corpus(section).passages] == ["1-000", "2-000"]
+    path.write_bytes(dump(page("Aardvark", "")))
+    before = sorted((tmp_path / "cache").rglob("*.jsonl"))
+    with pytest.raises(DataError, match=r"d\.xml: no article of this dump has text"):
+        load_corpus(section)
+    assert sorted((tmp_path / "cache").rglob("*.jsonl")) == before
+
+
 def test_the_parsed_dump_is_cached_by_content(tmp_path: Path) -> None:
     path = tmp_path / "d.xml"
     section = CorpusSection(path=str(path), cache=str(tmp_path / "cache"))
@@ -318,3 +366,29 @@ def test_a_full_disk_is_named() -> None:
     ):
         f.write("x")
         f.flush()
+
+
+def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "d.xml"
+    path.write_bytes(dump(page("Aardvark", PROSE)))
+    for cache in (str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/none", f"{tmp_path}/{'x' * 5000}"):
+        with pytest.raises(ConfigError, match=r"name another with corpus\.cache \(--cache\)") as caught:
+            load_corpus(CorpusSection(path=str(path), cache=cache))
+        assert str(caught.value).startswith(cache[:100]) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be written"), locked(tmp_path / "file" / "lock"):
+        pass
+
+
+def test_errors_of_other_places_pass_a_cache_block_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), disk_errors(tmp_path / "cache"):
+        (tmp_path / "elsewhere").read_bytes()
+    with pytest.raises(ServerError), disk_errors(tmp_path):
+        raise ServerError("no server")
+
+
+def test_a_home_folder_that_does_not_exist(tmp_path: Path) -> None:
+    assert expanded("~") == Path.home() and expanded(tmp_path) == tmp_path
+    for refused in (cache_folder, lambda path: load_corpus(CorpusSection(path=path))):
+        with pytest.raises(ConfigError, match="~no-such-user/x: there is no such home folder"):
+            refused("~no-such-user/x")

@@ -72,13 +72,21 @@ def test_bm25_is_stored_reopened_and_rebuilt_for_another_corpus(tmp_path: Path) 
     assert len([f for f in (tmp_path / "index").iterdir() if f.is_dir()]) == 2
 
 
-def test_a_damaged_bm25_index_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "3", "null"])
+def test_a_damaged_bm25_index_is_named(tmp_path: Path, content: str) -> None:
     open_local("bm25", CORPUS, tmp_path)
     params = next((tmp_path / "index").rglob("params.index.json"))
-    params.write_text("{")
+    params.write_text(content)
     with pytest.raises(DataError, match=r"damaged.*delete the folder") as caught:
         open_local("bm25", CORPUS, tmp_path)
     assert str(params.parent) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["the of and", "!!!"])
+def test_a_corpus_without_a_word_to_index(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match="test: holds no word to index"):
+        open_local("bm25", Corpus.of([Passage(id="1", title="", text=text)], "test"), tmp_path)
+    assert not [f for f in (tmp_path / "index").iterdir() if f.is_dir()]
 
 
 def test_a_folder_of_another_length_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ def test_no_store(tmp_path: Path) -> None:
     assert "cannot be made" in refused(tmp_path / "text" / "below" / "s.sqlite")
     assert "mysql" in refused("mysql://host/db")
     assert "is no database URL" in refused("://")
+    message = refused("postgresql://user:secret@host:notaport/x")
+    assert "is no database URL" in message and "secret" not in message
+    assert "cannot be opened" in refused(tmp_path / ("x" * 5000))
     assert "names no file" in refused("sqlite://")
     assert "names no file" in refused("sqlite:///:memory:")
 
@@ -74,6 +77,54 @@ def test_a_damaged_store(tmp_path: Path) -> None:
     data[100:4096] = b"\xff" * 3996
     path.write_bytes(data)
     assert "damaged" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        ("UPDATE runs SET config = '{nope'", lambda store: store.runs()),
+        ("UPDATE runs SET facts = '[]'", lambda store: store.run("r")),
+        ('UPDATE turns SET action = \'{"kind": "dance"}\'', lambda store: store.rollouts("r")),
+        ("UPDATE turns SET token_ids = x'00'", lambda store: store.rollouts("r")),
+        ('UPDATE turns SET hits = \'[["gone", 1, 1, "bm25"]]\'', lambda store: store.rollouts("r")),
+        ("UPDATE rollouts SET role = 'king'", lambda store: store.rollout_rows("r")),
+    ],
+)
+def test_an_unreadable_row(tmp_path: Path, change: str, read: Callable[[Store], object]) -> None:
+    with Store.open(tmp_path / "s.sqlite") as store:
+        store.create_run("r", {}, {})
+        store.save_rollouts("r", [a_rollout("one")])
+        with sqlite3.connect(tmp_path / "s.sqlite") as connection:
+            assert connection.execute(change).rowcount
+        connection.close()
+        with pytest.raises(StoreError, match=r"s\.sqlite: holds an unreadable row .*restore it from a copy") as caught:
+            read(store)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_number_beyond_the_databases_range(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s.sqlite") as store:
+        store.create_run("r", {}, {})
+        for read in (store.rollout_rows, store.questions, store.stats):
+            with pytest.raises(StoreError, match="beyond the 64 bits"):
+                read("r", step=2**70)
+        with pytest.raises(StoreError, match="beyond the 64 bits"):
+            store.log("r", 2**70, "alarm", "x")
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "shut").chmod(0)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    child = context.Process(target=_open_as_nobody, args=(tmp_path / "shut" / "s.sqlite", results))
+    child.start()
+    message = results.get(timeout=60)
+    child.join()
+    (tmp_path / "shut").chmod(0o755)
+    assert "cannot be opened: Permission denied" in message and "\n" not in message
 
 
 def test_a_folder_without_write_permission(tmp_path: Path) -> None:
