@@ -131,7 +131,7 @@ def test_a_byte_order_mark_costs_no_row_and_an_empty_file_is_called_so(tmp_path:
     path = rows(tmp_path / "p.jsonl", b"\xef\xbb\xbf" + json.dumps(ROW).encode(), {**ROW, "id": "p2"})
     assert [p.id for p in load_corpus(CorpusSection(path=str(path))).passages] == ["p1", "p2"]
     (tmp_path / "none.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match="none.jsonl: is empty"):
+    with pytest.raises(DataError, match=r"none\.jsonl: is empty"):
         load_corpus(CorpusSection(path=str(tmp_path / "none.jsonl")))
 
 

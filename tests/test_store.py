@@ -93,7 +93,7 @@ def test_a_damaged_store(tmp_path: Path) -> None:
 def test_an_unreadable_row(tmp_path: Path, change: str, read: Callable[[Store], object]) -> None:
     with Store.open(tmp_path / "s.sqlite") as store:
         store.create_run("r", {}, {})
-        store.save_rollouts("r", [a_rollout("one")])
+        store.save_rollouts("r", [a_rollout(1)])
         with sqlite3.connect(tmp_path / "s.sqlite") as connection:
             assert connection.execute(change).rowcount
         connection.close()
