@@ -57,11 +57,13 @@ def version(folder: Path, number: int, policy: str = "solver") -> PolicyVersion:
 
 
 def config(**overrides: str) -> RunConfig:
-    return load_config(None, {f"serving.{key}": value for key, value in overrides.items()})
+    served = {f"serving.{key}": value for key, value in overrides.items()}
+    return load_config(None, {"training.enabled": "false", **served})
 
 
 def attached(servers: Mapping[str, ScriptedServer], **overrides: Any) -> RunConfig:
     given = RunConfig().model_dump()
+    given["training"]["enabled"] = False
     given["serving"] |= {"attach": {name: s.url for name, s in servers.items()}, **overrides}
     return RunConfig.model_validate(given)
 
@@ -227,13 +229,13 @@ async def test_served_name_of_an_attached_server_is_found(
 @pytest.mark.parametrize(
     ("attach", "layout", "says"),
     [
-        ({"solvr": "http://h:1"}, "full", "solvr: no such policy"),
         ({"solver": "http://h:1", "proposer": "http://h:1/v1"}, "full", "two policies on one server"),
         ({"solver": "http://h:1"}, "lora", "has one server"),
     ],
 )
 def test_attachments_that_cannot_be(attach: dict[str, str], layout: str, says: str, tmp_path: Path) -> None:
     given = RunConfig().model_dump()
+    given["training"]["enabled"] = False
     given["serving"] |= {"attach": attach, "layout": layout}
     with pytest.raises(ConfigError, match=says):
         Serving(RunConfig.model_validate(given), tmp_path, tmp_path)
