@@ -222,6 +222,9 @@ async def _serve(
     model_dir = await asyncio.to_thread(resolve_model, config.model, cache_folder(config.corpus.cache), note)
     async with Serving(config, model_dir, log_dir, policies=policies, progress=note) as serving:
         await serving.start(versions)
+        stop = asyncio.Event()
+        for name in (signal.SIGINT, signal.SIGTERM):  # before anything is printed: whoever reads it may answer at once
+            asyncio.get_running_loop().add_signal_handler(name, stop.set)
         for policy in policies:
             client = serving.client(policy)
             print(f"{policy} v{client.version}  {client.base_url}/v1  model {client.model}", flush=True)
@@ -229,9 +232,6 @@ async def _serve(
         if "solver" in policies:
             options = shlex.join(["--attach", serving.client("solver").base_url, *where])
             note(f'ask it: sesa ask {options} "question"')
-        stop = asyncio.Event()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(name, stop.set)
         while not stop.is_set():
             try:
                 await asyncio.wait_for(stop.wait(), _WATCH_S)

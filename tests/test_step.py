@@ -187,6 +187,10 @@ async def test_a_server_that_cannot_come_back_stops_the_run_and_loses_nothing(
         patch.setattr("self_play.solver_script", Outage(20, 10**6))
         with pytest.raises(ServerError, match="died 3 times"):
             await play(tmp_path, STEPS)
+    # A run that stops ends its process, and with it every hold on the checkpoint file; this one lives on, and writes
+    # that were cancelled may still hold it. The store is what the resumed run goes by.
+    for file in tmp_path.glob("checkpoints.sqlite*"):
+        file.unlink()
     await play(tmp_path, STEPS)
     assert rows(tmp_path / "sesa.sqlite") == uninterrupted
 
