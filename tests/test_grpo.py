@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tiny_policy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_policy import light_process  # noqa: F401 - an autouse fixture
 from transformers import AutoTokenizer
 
 from sesa.config import TrainingSection
@@ -24,18 +24,6 @@ from sesa.training.sequences import TokenSequence, rollout_sequences
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo")
 MAX_COMPLETION = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def light_process() -> Iterator[None]:
-    """A model this small only waits for its threads, and for the garbage collection that each ``train()`` begins with:
-    what the imports left behind is taken out of it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

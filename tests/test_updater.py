@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import tiny_policy
 import torch
 from safetensors.torch import load_file
+from tiny_policy import light_process  # noqa: F401 - an autouse fixture
 
 from sesa.config import ProposerSection, RunConfig, SamplingSection, SolverSection, TrainingSection, load_config
 from sesa.errors import ConfigError, DataError, StorageFullError
@@ -29,18 +29,6 @@ CONFIG = RunConfig(
     solver=SolverSection(sampling=SamplingSection(temperature=0.8, max_tokens=16), max_turns=3),
     training=TrainingSection(learning_rate=1e-3, keep_versions=2, micro_batch=3),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def light_process() -> Iterator[None]:
-    """A model this small only waits for its threads, and for the garbage collection that each ``train()`` begins with:
-    what the imports left behind is taken out of it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,30 @@ torch and transformers load inside the functions that need them: tests of pure c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from sesa.training.sequences import TokenSequence
 from sesa.types import Answer, ModelCall, Reward, Role, Rollout, StopReason, Turn
 
 VOCABULARY = 97
+
+
+@pytest.fixture(autouse=True, scope="module")
+def light_process() -> Iterator[None]:
+    """A model this small only waits for its threads, and for the garbage collection that each ``train()`` begins with:
+    what the imports left behind is taken out of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 def write_tiny_model(folder: Path, seed: int = 0) -> Path:
